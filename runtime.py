@@ -1,5 +1,331 @@
-"""What is not about the experiment: process group, device and dtype, seeds, schedules, checkpoint, log."""
+"""What is not about the experiment: process group, device and dtype, seeds, schedules, checkpoint, log.
+
+Plain functions, no Trainer. Each train script writes its own loop and calls these.
+"""
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 
 class BadInput(ValueError):
     """A fault of the input, not of the program: one sentence that names the file or flag and what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that shows every default in --help and answers a wrong flag with one sentence and exit code 2."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        self.exit(2, f"error: {message}; see --help\n")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The docstring as it is written (it holds the commands), and the default behind each flag."""
+
+
+def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
+    """An argparse type: a finite `kind` (int or float) with low <= value <= high and value > above."""
+    def parse(text):
+        value = kind(text)
+        if not (math.isfinite(value) and low <= value <= high and value > above):
+            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {low:g}"] * (low > -math.inf)
+            bounds += [f"at most {high:g}"] * (high < math.inf)
+            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(bounds) or 'finite'}")
+        return value
+    parse.__name__ = kind.__name__           # argparse names the type in "invalid int value: 'x'"
+    return parse
+
+
+def add_run_flags(parser):
+    """The flags that every train script shares and that say nothing about the experiment."""
+    add = parser.add_argument_group("run").add_argument
+    add("--seed", type=number(int, low=0), default=0, help="seeds the init, the data order, the augmentation and the noise")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda or mps")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="arithmetic of the forward pass; weights and optimizer stay float32")
+    add("--compile", action="store_true", help="torch.compile the training step's model")
+    add("--workers", type=number(int, low=0), default=0, help="data loading processes per rank")
+    add("--threads", type=number(int, low=0), default=0, help="CPU threads per process; 0 leaves torch's choice")
+    add("--out", default=None, help="folder for ckpt.pt, log.jsonl, args.json and curve.png; None names it after the run, under out/")
+    add("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue from the checkpoint in --out if there is one")
+    add("--fresh", dest="resume", action="store_false", default=argparse.SUPPRESS, help="start over: same as --no-resume")
+    add("--log-every", type=number(int, low=1), default=20, help="steps between lines of the log")
+    add("--eval-every", type=number(int, low=0), default=0, help="steps between evaluations; 0 means once per epoch")
+    add("--save-every", type=number(int, low=0), default=0, help="steps between checkpoints; 0 means once per epoch")
+    add("--wandb", default=None, metavar="PROJECT", help="also log to this Weights & Biases project (needs the wandb package)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# processes and devices
+
+class World(NamedTuple):
+    """Where this process stands: global rank, number of processes, its device."""
+    rank: int
+    size: int
+    device: torch.device
+    why: str
+
+    @property
+    def main(self):
+        return self.rank == 0
+
+
+def start(device="auto", threads=0):
+    """Join the process group when launched by torchrun, pick this process's device, return a `World`.
+
+    Raises BadInput when the device is absent or there are more processes than GPUs on this machine.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = next(k for k in ("cuda", "mps", "cpu") if have[k]) if device == "auto" else device
+    kind = name.split(":")[0]
+    if kind not in have:
+        raise BadInput(f"--device {device} is unknown: use auto, cpu, cuda or mps")
+    if not have[kind]:
+        raise BadInput(f"--device {device} is not available on this machine: use --device cpu, or auto")
+    if kind == "cuda":
+        count = torch.cuda.device_count()
+        index = int(os.environ.get("LOCAL_RANK", name.partition(":")[2] or 0))   # never the global rank: it breaks on node 2
+        if index >= count:
+            raise BadInput(f"process {index} has no GPU, this machine has {count}: start torchrun with --nproc_per_node={count}")
+        torch.cuda.set_device(index)
+        name = f"cuda:{index}"
+    device_ = torch.device(name)
+    why = f"{name}, {'asked for by --device' if device != 'auto' else 'the first of cuda, mps, cpu that this machine has'}"
+    if "RANK" in os.environ:                                                     # torchrun
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device_ if kind == "cuda" else None)
+        return World(dist.get_rank(), dist.get_world_size(), device_, why)
+    return World(0, 1, device_, why)
+
+
+def pick_dtype(name, device):
+    """(dtype, why). bf16 needs no loss scaler, so it is the only half precision offered."""
+    if name != "auto":
+        return getattr(torch, name), "asked for by --dtype"
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16, "this GPU has bf16"
+    reason = {"cuda": "this GPU has no bf16", "mps": "bf16 is incomplete on mps", "cpu": "exact and no slower on most CPUs"}
+    return torch.float32, reason[device.type]
+
+
+def autocast(device, dtype):
+    """Mixed precision for the forward pass; does nothing for float32."""
+    return torch.autocast(device.type, dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def all_sum(values, world):
+    """Sum a list of numbers or tensors over all ranks, in float64 where the device has it. SUM only: gloo has no safe average."""
+    kind = torch.float32 if world.device.type == "mps" else torch.float64
+    total = torch.stack([torch.as_tensor(v, dtype=kind, device=world.device) for v in values])
+    if world.size > 1:
+        dist.all_reduce(total)
+    return total.tolist()
+
+
+def mix_seed(*parts):
+    """One 63-bit seed from integers and strings. Sums such as seed + rank collide between runs; a hash does not."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def lr_at(step, total, warmup, peak, floor=0.0):
+    """Linear warm-up, then half a cosine from `peak` to `floor`: a pure function of the step, so a resume needs no scheduler.
+
+    Step 0 already learns ((step + 1) / warmup); warmup = 0 and warmup = total both work.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# checkpoint
+
+def save_checkpoint(path, checkpoint):
+    """Write one dict of tensors and python scalars so that a kill at any moment leaves the old file or the new one.
+
+    The temporary name is fixed (rank 0 is the only writer), so a killed save leaves no orphans behind.
+    """
+    temporary = Path(f"{path}.tmp")
+    with open(temporary, "wb") as f:
+        torch.save(checkpoint, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path):
+    """The dict that `save_checkpoint` wrote, on the CPU. Raises BadInput when the file is not a whole checkpoint."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, RuntimeError) as error:
+        raise BadInput(f"{path} is not a readable checkpoint: delete it or pass --fresh to start over") from error
+    missing = {"model", "optimizer", "step", "args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
+    if missing:
+        raise BadInput(f"{path} lacks {', '.join(sorted(missing))}, so it was not written by this script: choose another --out")
+    return checkpoint
+
+
+def check_resume(path, saved, args, fixed, free):
+    """Compare a checkpoint's flags with this command's. Returns the notes to print for flags that may change mid-run.
+
+    saved, args: dicts of flags. fixed: flags that define the run (architecture, init, optimizer, data, seed): a difference is refused.
+    free: flags that never matter to the trajectory. Raises BadInput naming the flag and both values.
+    """
+    notes = []
+    for key in sorted(set(saved) & set(args) - set(free)):
+        if saved[key] != args[key]:
+            flag = "--" + key.replace("_", "-")
+            if key in fixed:
+                raise BadInput(f"{path} was trained with {flag} {saved[key]} and you ask for {flag} {args[key]}: "
+                               f"pass {flag} {saved[key]}, --fresh to start over, or another --out")
+            notes.append(f"{flag} was {saved[key]} and is {args[key]}")
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# log
+
+class Log:
+    """Human lines on stdout and JSON lines in out/log.jsonl, from rank 0; optionally Weights & Biases.
+
+    After a resume the lines past `step` are dropped: the steps they describe are run again.
+    """
+
+    def __init__(self, out, world, step=0, wandb=None, config=None):
+        self.path, self.main, self.wandb = Path(out) / "log.jsonl", world.main, None
+        if not self.main:
+            return
+        lines = self.path.read_text().splitlines() if self.path.exists() and step else []
+        kept = [line for line in lines if _step_of(line) <= step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        os.replace(temporary, self.path)
+        if wandb:
+            self.wandb = import_optional("wandb", "--wandb").init(project=wandb, config=config, dir=str(out))
+
+    def say(self, text):
+        if self.main:
+            from tqdm import tqdm
+            tqdm.write(text)                                     # does not tear the progress bar
+            sys.stdout.flush()
+
+    def line(self, human, **record):
+        """One human line and one JSON line. Non-finite numbers are written as null, which JSON has no other word for."""
+        if not self.main:
+            return
+        self.say(human)
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        with open(self.path, "a") as f:
+            f.write(json.dumps(record) + "\n")
+        if self.wandb:
+            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+
+def _step_of(line):
+    """The step of a log line; a line cut short by a kill belongs to no step that was kept."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def import_optional(name, flag):
+    """Import a package that only one flag needs. Raises BadInput naming both."""
+    import importlib
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BadInput(f"{flag} needs the package {name}: pip install {name}") from error
+
+
+def make_out(out, args, world):
+    """Create the run's folder and write args.json, on rank 0. Raises BadInput when the folder cannot be written."""
+    if not world.main:
+        return
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "args.json").write_text(json.dumps(args, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose a folder that can") from error
+
+
+def check_finite(window, world):
+    """Stop all ranks together at the first step whose loss or gradient norm is not finite.
+
+    window: list of (step, lr, loss, grad_norm) since the last check, tensors still on the device: one synchronisation
+    for the whole window instead of one a step. Returns (mean loss over window and ranks, last gradient norm).
+    """
+    losses, norms = torch.stack([w[2] for w in window]).double(), torch.stack([w[3] for w in window]).double()
+    values = all_sum([*losses, *norms], world)
+    mean = [v / world.size for v in values]
+    losses, norms = mean[:len(window)], mean[len(window):]
+    for (step, lr, _, _), loss, norm in zip(window, losses, norms):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise BadInput(f"the loss is not finite at step {step} (loss {loss}, lr {lr:.3g}, gradient norm {norm}): "
+                           f"lower --lr, raise --warmup or set --clip; the last checkpoint is from before it")
+    return sum(losses) / len(losses), norms[-1]
+
+
+def git_revision():
+    """The commit of the code that runs, with + where files differ from it; 'unknown' outside a git checkout."""
+    here = Path(__file__).resolve().parent
+    run = lambda *a: subprocess.run(["git", "-C", str(here), *a], capture_output=True, text=True)
+    try:
+        head = run("rev-parse", "--short", "HEAD")
+        dirty = run("status", "--porcelain", "--untracked-files=no")
+    except FileNotFoundError:                                    # no git on this machine
+        return "unknown"
+    return head.stdout.strip() + "+" * bool(dirty.stdout.strip()) if head.returncode == 0 else "unknown"
+
+
+def plot_curve(out, title, metric, label):
+    """out/log.jsonl -> out/curve.png: training loss and validation loss on the left, `metric` on the right."""
+    import matplotlib
+    matplotlib.use("Agg")                                        # no display needed
+    import matplotlib.pyplot as plt
+    rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    train, val = [r for r in rows if r.get("loss") is not None], [r for r in rows if r.get("val_loss") is not None]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
+    left.plot([r["step"] for r in train], [r["loss"] for r in train], label="train", lw=1)
+    left.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", label="validation", ms=3)
+    left.set(xlabel="step", ylabel="loss")
+    left.legend(frameon=False)
+    right.plot([r["step"] for r in val], [r[metric] for r in val], "o-", ms=3, color="C2")
+    if val:
+        right.annotate(f"{val[-1][metric]:.1f}", (val[-1]["step"], val[-1][metric]), xytext=(-4, -14), textcoords="offset points", ha="right")
+    right.set(xlabel="step", ylabel=label)
+    for axis in (left, right):
+        axis.grid(alpha=.3)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(Path(out) / "curve.png", dpi=120)
+    plt.close(figure)
+
+
+def run(main):
+    """Call main() and turn BadInput into one sentence on stderr and exit code 2; every other error keeps its traceback."""
+    try:
+        main()
+    except BadInput as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,198 @@
+"""Initialisations for transformers with and without residual connections, one function per formula.
+
+Convention: every weight is (out, in) as in nn.Linear, y = x W^T. The papers write row vectors, y = x W, so the paper's W is our weight transposed:
+paper W^Q (W^K)^T  =  w_q^T w_k,  and paper W^V W^O  =  w_v^T w_o^T.  All functions work in place, on the default torch generator, in float64.
+
+    python init.py          how well conditioned each initialisation is, layer by layer -> table and results/init.png
+"""
+import math
+
+import torch
+import torch.nn as nn
+
+
+@torch.no_grad()
+def mimetic_qk_(w_q, w_k, num_heads, alpha, beta, dist="normal"):
+    """Queries and keys whose product is diagonally dominant (paper 1, 5.2; recipe of Trockman & Kolter 2023).
+
+    w_q, w_k: (D, D), rows h*d .. (h+1)*d belong to head h (d = D / num_heads).
+    For each head its own M = alpha Z + beta I, Z_ij ~ N(0, 1/D) ("normal", the paper) or uniform with the same variance ("uniform", the author's code).
+    With M = U S V^T and only the d largest singular triplets kept:  w_q = sqrt(S_d) U_d^T,  w_k = sqrt(S_d) V_d^T.
+    Effective product: w_q^T w_k = U_d S_d V_d^T, the best rank-d approximation of M. Its singular values are the d largest of M;
+    for alpha << beta all about beta, for beta << alpha the top of alpha times the quarter circle law on [0, 2].
+    """
+    D = w_q.shape[1]
+    d = _head_dim(w_q, num_heads)
+    for h in range(num_heads):
+        M = alpha * _noise(D, dist) + beta * torch.eye(D, dtype=torch.float64)
+        U, S, Vh = torch.linalg.svd(M)
+        rows = slice(h * d, (h + 1) * d)
+        w_q[rows] = (U[:, :d] * S[:d].sqrt()).T.to(w_q)
+        w_k[rows] = (S[:d, None].sqrt() * Vh[:d]).to(w_k)
+
+
+@torch.no_grad()
+def orthogonal_vo_(w_v, w_o, c):
+    """Values and output projection whose product is a scaled orthogonal matrix (paper 1, 5.1).
+
+    w_v, w_o: (D, D), one full pair per layer, not one per head: independent orthogonal heads leave the full product near singular.
+    Paper: W^V = c U, W^O = c V^T with U S V^T the SVD of a D x D standard normal matrix; so w_v = c U^T, w_o = c V.
+    Effective product: W^V W^O = c^2 U V^T, Haar orthogonal times c^2 (9 for c = 3): every singular value c^2, condition number 1.
+    """
+    U, _, Vh = torch.linalg.svd(torch.randn(w_v.shape[0], w_v.shape[0], dtype=torch.float64))
+    w_v.copy_(c * U.T)
+    w_o.copy_(c * Vh.T)
+
+
+@torch.no_grad()
+def suo_(weight, gain=1.0):
+    """Scaled uniform orthogonal: gain * max(sqrt(out / in), 1) * Haar (semi-)orthogonal (Martens et al. 2021, Deep Kernel Shaping).
+
+    weight: (out, in). Singular values: all equal, gain * sqrt(out / in) where the layer widens, gain where it narrows. Keeps the mean square
+    of a vector, |W x|^2 / out = gain^2 |x|^2 / in: exactly where out >= in, in expectation where out < in. (fc1 D -> 4D gets 2, fc2 4D -> D gets 1.
+    The published PyTorch helper expects (in, out); on nn.Linear it would give 1 and 2, so mean squares off by 4.)
+    """
+    out, in_ = weight.shape
+    nn.init.orthogonal_(weight, gain * max(math.sqrt(out / in_), 1.0))
+
+
+@torch.no_grad()
+def zero_(weight):
+    """All zeros: the branch starts silent. For the last layer of a residual or decayed branch (paper 3), never for a skipless one."""
+    weight.zero_()
+
+
+def _head_dim(weight, num_heads):
+    if weight.shape[0] % num_heads:
+        raise ValueError(f"{weight.shape[0]} rows cannot be shared among {num_heads} heads: use a divisor")
+    return weight.shape[0] // num_heads
+
+
+def _noise(D, dist):
+    """Z (D, D) with variance 1/D."""
+    if dist == "normal":
+        return torch.randn(D, D, dtype=torch.float64) / math.sqrt(D)
+    if dist == "uniform":
+        return (torch.rand(D, D, dtype=torch.float64) * 2 - 1) * math.sqrt(3 / D)
+    raise ValueError(f"dist {dist!r} is unknown: use normal or uniform")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whole models
+
+@torch.no_grad()
+def init_vit(model):
+    """The usual ViT initialisation (timm, DINO): Linear weights, position embedding and class token truncated normal of std 0.02,
+    biases 0, LayerNorm 1 and 0; the patch convolution keeps torch's default, uniform of variance 1 / (3 fan_in), as in both."""
+    for name, p in model.named_parameters():
+        if name in ("pos_embed", "cls_token"):
+            nn.init.trunc_normal_(p, std=0.02)
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.trunc_normal_(m.weight, std=0.02)
+            if m.bias is not None:
+                zero_(m.bias)
+
+
+@torch.no_grad()
+def init_skipless_vit(model, alpha, beta, c, dist="normal", cancel_mean=0.0, mlp_gain=1.0, parts=("qk", "vo", "mlp")):
+    """Paper 1's initialisation of a ViT without residuals: mimetic Q K, orthogonal V O, scaled uniform orthogonal MLP, biases 0.
+
+    Changes the blocks only; embeddings, norms and head keep the usual initialisation. Published constants: PAPER_CONSTANTS.
+    cancel_mean, mlp_gain: ours, see `choose_constants`; 0 and 1 are the paper. parts: leave some out for an ablation.
+    """
+    for block in model.blocks:
+        attn, mlp = block.attn, block.mlp
+        w_q, w_k, w_v = attn.qkv.weight.chunk(3)                  # views: the functions write through
+        if "qk" in parts:
+            mimetic_qk_(w_q, w_k, attn.num_heads, alpha, beta, dist)
+        if "vo" in parts:
+            orthogonal_vo_(w_v, attn.proj.weight, c)
+        if "mlp" in parts:
+            suo_(mlp.fc1.weight, mlp_gain)
+            suo_(mlp.fc2.weight)
+            cancel_mean_(mlp, cancel_mean, mlp_gain)
+        for layer in (attn.qkv, attn.proj, mlp.fc1):
+            zero_(layer.bias)
+
+
+@torch.no_grad()
+def cancel_mean_(mlp, fraction, scale=1.0):
+    """fc2.bias = -fraction * W_fc2 E[gelu(z)], z ~ N(0, scale^2) (ours). An initialisation only: the bias trains on.
+
+    GELU's mean is the same vector for every token, so it pulls all tokens together: about 0.19 of cosine per layer, which
+    no shortcut undoes. E[gelu(s z)] = s^2 / sqrt(2 pi (1 + s^2)); for s = 1 it is 1 / sqrt(4 pi) = 0.2821.
+    """
+    mlp.fc2.bias.copy_(-fraction * gelu_mean(scale) * mlp.fc2.weight.sum(1))
+
+
+def gelu_mean(scale=1.0):
+    """E[gelu(s z)], z standard normal, gelu exact."""
+    return scale ** 2 / math.sqrt(2 * math.pi * (1 + scale ** 2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# choosing the constants (ours): a mean-field forecast of two numbers at initialisation, and the constants that bring them to a target
+
+def qk_statistics(alpha, beta, dim, num_heads, seed=0):
+    """(self_logit, logit_std) of one head with `mimetic_qk_` on tokens of unit variance, scale 1/sqrt(d).
+
+    E[x^T M x] / sqrt(d) = tr(M) / sqrt(d) for a token with itself; std of x^T M y / sqrt(d) = |M|_F / sqrt(d) for two independent ones,
+    M the truncated product. One draw of M is enough: both concentrate as D grows. Linear in (alpha, beta) together.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    d = dim // num_heads
+    Z = torch.randn(dim, dim, dtype=torch.float64, generator=generator) / math.sqrt(dim)
+    U, S, Vh = torch.linalg.svd(alpha * Z + beta * torch.eye(dim, dtype=torch.float64))
+    trace = (S[:d] * (U[:, :d] * Vh[:d].T).sum(0)).sum()
+    return (trace / math.sqrt(d)).item(), (S[:d].norm() / math.sqrt(d)).item()
+
+
+def attention_map(cosine, self_logit, logit_std, tokens, rows=512, seed=0):
+    """Mean diagonal of A and the token cosine after attention, for tokens x_i = sqrt(c) u + sqrt(1 - c) z_i of cosine c.
+
+    The common part u of the keys shifts a whole row of logits and cancels in the softmax. What is left of the logits is
+    (1 - c) self_logit on the diagonal and noise of std sqrt(1 - c) logit_std everywhere: tokens that grow alike attend more evenly,
+    which makes them more alike. With weights A, the output keeps u whole and mixes z:
+        c' = (c + (1 - c) r) / (c + (1 - c) q),   q = E sum_j A_ij^2,   r = E sum_j A_ij A_kj, i != k.
+    """
+    noise = torch.randn(rows, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * logit_std * math.sqrt(1 - cosine)
+    noise[:, 0] += self_logit * (1 - cosine)
+    A = noise.softmax(-1)
+    a, q = A[:, 0].mean().item(), A.square().sum(1).mean().item()
+    b = (1 - a) / max(1, tokens - 1)
+    r = 2 * a * b + max(0, tokens - 2) * b * b
+    return a, (cosine + (1 - cosine) * r) / (cosine + (1 - cosine) * q)
+
+
+def mlp_map(cosine, cancel_mean=0.0, mlp_gain=1.0):
+    """Token cosine after an SUO MLP with exact GELU, of which `cancel_mean` of the mean is subtracted.
+
+    c' = (E[g g'] - k m^2) / (E[g^2] - k m^2),  g = gelu(s z), g' = gelu(s z'), corr(z, z') = c, m = E[g], k = 1 - (1 - cancel_mean)^2.
+    The 2-D integral is Gauss-Hermite quadrature.
+    """
+    x, w = _gauss_hermite()
+    g = lambda z: nn.functional.gelu(mlp_gain * z)
+    z2 = cosine * x[:, None] + math.sqrt(max(0.0, 1 - cosine ** 2)) * x[None, :]
+    cross = (w[:, None] * w[None, :] * g(x)[:, None] * g(z2)).sum().item()
+    square = (w * g(x).square()).sum().item()
+    removed = (1 - (1 - cancel_mean) ** 2) * gelu_mean(mlp_gain) ** 2
+    return min(1.0, (cross - removed) / (square - removed))
+
+
+def _gauss_hermite(points=48):
+    """Nodes and weights for E[f(z)], z standard normal."""
+    import numpy as np
+    x, w = np.polynomial.hermite_e.hermegauss(points)
+    return torch.from_numpy(x), torch.from_numpy(w / w.sum())
+
+
+def forecast(self_logit, logit_std, tokens, depth, cancel_mean=0.0, mlp_gain=1.0, cosine=0.0):
+    """Mean attention diagonal and token cosine of every block of a skipless net: two lists of length depth."""
+    diagonal, cosines = [], []
+    for _ in range(depth):
+        a, cosine = attention_map(cosine, self_logit, logit_std, tokens)
+        cosine = mlp_map(cosine, cancel_mean, mlp_gain)
+        diagonal.append(a)
+        cosines.append(cosine)
+    return diagonal, cosines

@@ -1,0 +1,262 @@
+"""Supervised ViT, with and without residual connections (paper 1, Table 1).
+
+On a laptop, embedded MNIST digits (4,000 + 1,000), 12 layers, 2 cores:
+    python train_vit.py --skipless --opt soap
+    python train_vit.py --skipless --opt soap --init default        the same net without the initialisation
+    python train_vit.py                                             the usual ViT: residual, AdamW
+
+The paper's ViT-B/16 on ImageNet-1k, 8 GPUs (paper: residual AdamW 80.3, skipless + init + SOAP 80.8 % top-1):
+    torchrun --nproc_per_node=8 train_vit.py --preset paper --data /path/to/imagenet --skipless --opt soap
+"""
+import argparse
+import copy
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+import data
+import init
+import optim
+import runtime
+from model import SIZES, ViT
+from runtime import BadInput
+
+PRESETS = {
+    # minutes on two cores
+    "laptop": dict(
+        data="mnist5k", size="nano", img_size=28, patch_size=7, pool="token", epochs=10, batch_size=100, warmup=0.5,
+        lr=dict(adamw=1e-3, soap=3e-3, **{"kl-shampoo": 1e-3, "muon": 1e-3}), weight_decay=0.05, clip=1.0, precondition_frequency=10,
+        augment="none", mixup=0.0, cutmix=0.0, label_smoothing=0.0),
+    # ViT-B/16, ImageNet-1k. The paper states: 300 epochs, no drop path without residuals, SOAP or AdamW. Assumed, as the paper's page does not say:
+    # batch 1024, cosine with 5 warm-up epochs and lr 1e-3 (DeiT); weight decay .3, mixup .8, cutmix 1, smoothing .1 (a third party's account
+    # of the paper); RandAugment 2/9, random erasing .25, clip 1 (DeiT, timm); SOAP frequency 10 and its reference's betas (.95, .95).
+    "paper": dict(
+        data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0,
+        lr=dict(adamw=1e-3, soap=1e-3, **{"kl-shampoo": 5e-4, "muon": 1e-3}), weight_decay=0.3, clip=1.0, precondition_frequency=10,
+        augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1),
+}
+# Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
+FIXED = ("classes", "in_chans", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init", "alpha", "beta", "c",
+         "cancel_mean", "seed", "holdout")
+FREE = ("preset", "device", "dtype", "compile", "workers", "threads", "out", "resume", "log_every", "save_every", "wandb", "micro_batch")
+
+
+def get_args(argv=None):
+    """Two passes: the first finds the preset, whose values then become the defaults that --help shows and flags win over."""
+    number = runtime.number
+    presets = runtime.Parser(add_help=False)
+    presets.add_argument("--preset", choices=list(PRESETS), default="laptop", help="a dict of defaults at the top of this file")
+    preset = presets.parse_known_args(argv)[0].preset
+    parser = runtime.Parser(description=__doc__, parents=[presets])
+
+    add = parser.add_argument_group("model").add_argument
+    add("--size", choices=list(SIZES), help="embedding width, depth and heads")
+    add("--depth", type=number(int, low=1), help="number of blocks; None is the size's own")
+    add("--img-size", type=number(int, low=1), help="side of the square images, pixels")
+    add("--patch-size", type=number(int, low=1), help="side of a patch, pixels")
+    add("--pool", choices=["token", "mean"], help="what the head reads: the class token, or the mean of the patch tokens")
+    add("--shortcut", choices=["residual", "skipless", "decayed"], default="residual", help="x + f(x), f(x), or a x + f(x) with a falling to --alpha-min")
+    add("--skipless", dest="shortcut", action="store_const", const="skipless", default=argparse.SUPPRESS, help="same as --shortcut skipless")
+    add("--alpha-min", type=number(float, low=0, high=1), default=1.0, help="weight of the last shortcut when decayed")
+    add("--temperature-beta", type=number(float, above=0), default=1.0, help="attention temperature beta ** -layer (paper 2); 1 is off")
+    add("--drop-path", type=number(float, low=0, high=1), default=0.0, help="stochastic depth of the last block; residual only")
+
+    add = parser.add_argument_group("initialisation").add_argument
+    add("--init", choices=["auto", "default", "paper", "skipless"], default="auto",
+        help="auto: constants chosen for this head size, token count and depth when skipless, else default; paper: the paper's constants; "
+             "skipless: --alpha --beta --c")
+    add("--alpha", type=number(float, low=0), default=1.0, help="random part of W_Q W_K^T, for --init skipless")
+    add("--beta", type=number(float, low=0), default=2.0, help="identity part of W_Q W_K^T, for --init skipless")
+    add("--c", type=number(float, above=0), default=3.0, help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless")
+    add("--cancel-mean", type=number(float, low=0, high=1), default=0.0, help="share of GELU's mean that the bias of fc2 starts by cancelling, for --init skipless")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes the rest")
+    add("--lr", type=number(float, low=0), default=None, help=f"peak learning rate; None is the preset's, by optimizer: {PRESETS[preset]['lr']}")
+    add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms, position embedding and class token")
+    add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
+    add("--batch-size", type=number(int, low=1), help="global: images per update over all processes")
+    add("--micro-batch", type=number(int, low=1), default=None, help="images per forward pass and process; None means as many as the batch gives it")
+    add("--epochs", type=number(float, above=0), help="passes over the training set")
+    add("--warmup", type=number(float, low=0), help="epochs of linear warm-up")
+    add("--clip", type=number(float, low=0), help="largest gradient norm; 0 is off")
+    add("--ema", type=number(float, low=0, high=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", help="mnist5k, digits8x8, emoji, cifar10, cifar100, or a folder with train/<class>/ and val/<class>/")
+    add("--holdout", type=number(float, low=0, high=0.9), default=0.0, help="validate on this share of the training set instead of the test set: for tuning")
+    add("--augment", choices=["none", "light", "strong"], help="light: crops and flips; strong: RandAugment and random erasing too")
+    add("--mixup", type=number(float, low=0), help="MixUp alpha; 0 is off")
+    add("--cutmix", type=number(float, low=0), help="CutMix alpha; 0 is off")
+    add("--label-smoothing", type=number(float, low=0, high=1), help="share of the target spread over all classes")
+    runtime.add_run_flags(parser)
+
+    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k != "lr"})
+    args = parser.parse_args(argv)
+    if args.data is None:
+        raise BadInput(f"--preset {preset} needs --data: a folder with train/<class>/ and val/<class>/")
+    if args.lr is None:
+        args.lr = PRESETS[preset]["lr"][args.opt]
+    if args.out is None:
+        depth = f"-depth{args.depth}" if args.depth else ""
+        args.out = f"out/vit-{args.size}{depth}-{args.shortcut}-{args.init}-{args.opt}-seed{args.seed}"
+    return args
+
+
+def build_model(args, images):
+    """The ViT with its initialisation applied; also a line that says which. Equal on all ranks: the seed does not know the rank."""
+    torch.manual_seed(args.seed)
+    size = dict(SIZES[args.size], **({"depth": args.depth} if args.depth else {}))
+    try:
+        raw = ViT(img_size=args.img_size, patch_size=args.patch_size, in_chans=images.in_chans, num_classes=len(images.classes), shortcut=args.shortcut,
+                  alpha_min=args.alpha_min, temperature_beta=args.temperature_beta, drop_path=args.drop_path, pool=args.pool, **size)
+    except ValueError as error:                                  # the model's own sentence on a size that does not fit
+        raise BadInput(str(error)) from error
+    kind = args.init if args.init != "auto" or args.shortcut == "skipless" else "default"
+    if kind == "default":
+        return raw, "default: truncated normal, std .02"
+    constants = {"auto": lambda: init.choose_constants(size["embed_dim"], size["num_heads"], raw.pos_embed.shape[1], size["depth"]),
+                 "paper": lambda: init.PAPER_CONSTANTS.get(args.size, init.PAPER_CONSTANTS["base"]),
+                 "skipless": lambda: dict(alpha=args.alpha, beta=args.beta, c=args.c, cancel_mean=args.cancel_mean)}[kind]()
+    init.init_skipless_vit(raw, **constants)
+    return raw, f"{kind}: " + ", ".join(f"{k} {v:.3g}" for k, v in constants.items())
+
+
+@torch.no_grad()
+def evaluate(model, images, transform, args, world, dtype):
+    """(loss, top-1 %, top-5 %) over the whole validation set: strided over ranks, no padding, no drop, SUM then divide."""
+    model.eval()
+    loss, top1, top5, seen = 0.0, 0.0, 0.0, 0
+    for x, y in data.eval_batches(images.val, transform, args.micro_batch, world.rank, world.size, args.workers):
+        x, y = x.to(world.device, non_blocking=True), y.to(world.device, non_blocking=True)
+        with runtime.autocast(world.device, dtype):
+            logits = model(x)
+        logits = logits.float()
+        hit = logits.topk(min(5, logits.shape[1]), dim=1).indices == y[:, None]
+        loss, top1, top5, seen = loss + F.cross_entropy(logits, y, reduction="sum"), top1 + hit[:, 0].sum(), top5 + hit.sum(), seen + len(y)
+    model.train()
+    loss, top1, top5, seen = runtime.all_sum([loss, top1, top5, seen], world)
+    return loss / seen, 100 * top1 / seen, 100 * top5 / seen
+
+
+def main(argv=None):
+    args = get_args(argv)
+    world = runtime.start(args.device, args.threads)
+    dtype, why = runtime.pick_dtype(args.dtype, world.device)
+    args.micro_batch = args.micro_batch or max(1, args.batch_size // world.size)
+    if args.batch_size % (world.size * args.micro_batch):
+        raise BadInput(f"--batch-size {args.batch_size} is not divisible by {world.size} processes x --micro-batch {args.micro_batch}: change one of the three")
+    micro_steps = args.batch_size // (world.size * args.micro_batch)
+
+    # data, model, optimizer
+    images = data.load_images(args.data, args.holdout, args.seed)
+    per_epoch = data.steps_per_epoch(len(images.train), args.batch_size)
+    steps, warmup = max(1, round(args.epochs * per_epoch)), round(args.warmup * per_epoch)
+    eval_every, save_every = args.eval_every or per_epoch, args.save_every or per_epoch
+    raw, init_line = build_model(args, images)
+    raw.to(world.device)
+    ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
+    options = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **options)
+    train_tf, eval_tf = data.train_transform(images, args.img_size, args.augment), data.eval_transform(images, args.img_size)
+    mix = data.mixer(len(images.classes), args.mixup, args.cutmix)
+
+    # resume, before anything is written
+    ckpt = Path(args.out) / "ckpt.pt"
+    flags, step, best, top1, notes = dict(vars(args), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
+    if args.resume and ckpt.exists():
+        saved = runtime.load_checkpoint(ckpt)
+        notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
+        raw.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        if ema:
+            ema.load_state_dict(saved["ema"] or saved["model"])
+        step, best = saved["step"], saved["best"]
+        torch.set_rng_state(saved["rng"])
+        if step >= steps and notes:
+            raise BadInput(f"{ckpt} is a finished run, but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+    runtime.make_out(args.out, flags, world)
+    log = runtime.Log(args.out, world, step, args.wandb, flags)
+
+    log.say(f"config      {' '.join(f'{k}={v}' for k, v in sorted(flags.items()))}")
+    log.say(f"versions    revision {runtime.git_revision()}, torch {torch.__version__}, python {sys.version.split()[0]}")
+    log.say(f"device      {world.why}; {world.size} process(es) x {torch.get_num_threads()} threads; {dtype} ({why})")
+    log.say(f"data        {args.data}: {len(images.train)} training and {len(images.val)} validation images, {len(images.classes)} classes")
+    log.say(f"model       {sum(p.numel() for p in raw.parameters()) / 1e6:.2f} M parameters, {args.shortcut}, init {init_line}")
+    log.say(f"optimizer   {optim.describe(optimizer)}".replace("\n", "\n            "))
+    log.say(f"batch       {args.batch_size} = {world.size} processes x {micro_steps} micro-steps x {args.micro_batch}; {steps} steps, {per_epoch} per epoch")
+    for note in notes:
+        log.say(f"note        {note} from here on")
+    if step:
+        log.say(f"resume      {ckpt}, step {step}, lr {runtime.lr_at(step, steps, warmup, args.lr):.3g}")
+
+    model = torch.compile(raw) if args.compile else raw
+    if world.size > 1:
+        model = DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
+    batches = data.train_batches(images.train, train_tf, args.batch_size, args.seed, step, steps, world.rank, world.size, micro_steps, args.workers)
+    bar = tqdm(total=steps, initial=step, disable=not (world.main and sys.stdout.isatty()), unit="step", dynamic_ncols=True)
+    window, clock = [], time.perf_counter()
+
+    while step < steps:
+        lr = runtime.lr_at(step, steps, warmup, args.lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        loss = 0.0
+        for micro in range(micro_steps):
+            x, y = next(batches)
+            x, y = x.to(world.device, non_blocking=True), y.to(world.device, non_blocking=True)
+            torch.manual_seed(runtime.mix_seed(args.seed, "noise", step, world.rank, micro))     # drop path, MixUp: a function of the step
+            if mix:
+                x, y = mix(x, y)
+            # gradients are exchanged once, with the last micro-batch; the switch must cover forward and backward
+            last = micro == micro_steps - 1
+            with nullcontext() if last or world.size == 1 else model.no_sync():
+                with runtime.autocast(world.device, dtype):
+                    logits = model(x)
+                part = F.cross_entropy(logits.float(), y, label_smoothing=args.label_smoothing) / micro_steps   # a mean of means: same as one big batch
+                part.backward()
+            loss += part.detach()
+        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), args.clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if ema:
+            for average, p in zip(ema.parameters(), raw.parameters()):
+                average.lerp_(p.detach(), 1 - args.ema)
+        window.append((step, lr, loss, norm))
+        step += 1
+        bar.update()
+
+        eval_now = step % eval_every == 0 or step == steps
+        save_now = step % save_every == 0 or step == steps
+        if step % args.log_every == 0 or eval_now or save_now:
+            mean, norm = runtime.check_finite(window, world)     # before anything is saved
+            rate = len(window) * args.batch_size / (time.perf_counter() - clock)
+            log.line(f"step {step:6d}  epoch {step / per_epoch:6.2f}  loss {mean:.4f}  lr {lr:.2e}  grad norm {norm:.2f}  {rate:.0f} images/s",
+                     step=step, epoch=step / per_epoch, loss=mean, lr=lr, grad_norm=norm, images_per_s=rate)
+            if eval_now:
+                val_loss, top1, top5 = evaluate(ema or raw, images, eval_tf, args, world, dtype)
+                best = max(best, top1)
+                log.line(f"step {step:6d}  val loss {val_loss:.4f}  top-1 {top1:.1f} %  top-5 {top5:.1f} %" + " (ema)" * bool(ema),
+                         step=step, val_loss=val_loss, val_top1=top1, val_top5=top5)
+            if save_now and world.main:
+                runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=ema and ema.state_dict(), optimizer=optimizer.state_dict(),
+                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags))
+            window, clock = [], time.perf_counter()
+    bar.close()
+
+    if top1 is None:                                             # resumed at its end: nothing was left to train
+        _, top1, _ = evaluate(ema or raw, images, eval_tf, args, world, dtype)
+    if world.main:
+        runtime.plot_curve(args.out, f"ViT-{args.size}, {args.shortcut}, init {args.init}, {args.opt}", "val_top1", "validation top-1, %")
+    log.say(f"{args.out}: ckpt.pt, log.jsonl, args.json, curve.png; best top-1 {best:.1f} %")
+    log.say(f"val top-1 {top1:.1f} %")
+
+
+if __name__ == "__main__":
+    runtime.run(main)
