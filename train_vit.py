@@ -223,12 +223,14 @@ def main(argv=None):
                 part.backward()
             loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), args.clip or float("inf"))
+        window.append((step, lr, loss, norm))
+        if world.device.type == "cpu":                           # elsewhere a look is a synchronisation, so it waits for the log step
+            runtime.check_finite(window[-1:], world)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if ema:
             for average, p in zip(ema.parameters(), raw.parameters()):
                 average.lerp_(p.detach(), 1 - args.ema)
-        window.append((step, lr, loss, norm))
         step += 1
         bar.update()
 
