@@ -376,10 +376,12 @@ def eval_batches(dataset, transform, batch_size, rank=0, world=1, workers=0):
 
 
 def load(batches, positions, workers):
+    """One pass over `positions`, in their order. A run is one pass, so its workers start once."""
     # A generator of its own keeps DataLoader from drawing its workers' base seed from the caller's stream.
     loader = DataLoader(batches, batch_sampler=positions, collate_fn=default_convert, num_workers=workers,
-                        persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(), generator=torch.Generator())
+                        pin_memory=torch.cuda.is_available(), generator=torch.Generator())
     try:
         yield from loader
     except BadInput as fault:                           # a worker's arrives as a whole traceback, which ends in the sentence
+        fault.__traceback__ = None                      # lets the workers go; the garbage collector would need 5 s for each
         raise BadInput(str(fault).rpartition("BadInput: ")[2].strip()) from None

@@ -9,6 +9,7 @@ import math
 
 import torch
 import torch.nn as nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @torch.no_grad()
@@ -111,24 +112,24 @@ def init_skipless_vit(model, alpha, beta, c, dist="normal", cancel_mean=0.0, mlp
         if "mlp" in parts:
             suo_(mlp.fc1.weight, mlp_gain)
             suo_(mlp.fc2.weight)
-            cancel_mean_(mlp, cancel_mean, mlp_gain)
+            cancel_mean_(mlp, cancel_mean)
         for layer in (attn.qkv, attn.proj, mlp.fc1):
             zero_(layer.bias)
 
 
 @torch.no_grad()
-def cancel_mean_(mlp, fraction, scale=1.0):
-    """fc2.bias = -fraction * W_fc2 E[gelu(z)], z ~ N(0, scale^2) (ours). An initialisation only: the bias trains on.
+def cancel_mean_(mlp, fraction):
+    """fc2.bias = -fraction * W_fc2 E[gelu(W_fc1 x)], x of zero mean and unit variance (ours). An initialisation only: the bias trains on.
 
     GELU's mean is the same vector for every token, so it pulls all tokens together: about 0.19 of cosine per layer, which
-    no shortcut undoes. E[gelu(s z)] = s^2 / sqrt(2 pi (1 + s^2)); for s = 1 it is 1 / sqrt(4 pi) = 0.2821.
+    no shortcut undoes. Hidden unit i sees a Gaussian of std |row i of W_fc1|, close to 1 after `suo_`.
     """
-    mlp.fc2.bias.copy_(-fraction * gelu_mean(scale) * mlp.fc2.weight.sum(1))
+    mlp.fc2.bias.copy_(-fraction * mlp.fc2.weight @ gelu_mean(mlp.fc1.weight.norm(dim=1)))
 
 
 def gelu_mean(scale=1.0):
-    """E[gelu(s z)], z standard normal, gelu exact."""
-    return scale ** 2 / math.sqrt(2 * math.pi * (1 + scale ** 2))
+    """E[gelu(s z)], z standard normal: s^2 / sqrt(2 pi (1 + s^2)), by Stein's lemma; 1 / sqrt(4 pi) = 0.2821 for s = 1. Numbers or tensors."""
+    return scale ** 2 / (2 * math.pi * (1 + scale ** 2)) ** 0.5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,3 +197,157 @@ def forecast(self_logit, logit_std, tokens, depth, cancel_mean=0.0, mlp_gain=1.0
         diagonal.append(a)
         cosines.append(cosine)
     return diagonal, cosines
+
+
+# (alpha, beta, c) as printed in paper 1: ViT-B supervised, ViT-S DINO. It prints no others; the sizes below base take ViT-S's, large takes ViT-B's.
+PAPER_CONSTANTS = {size: dict(alpha=2.0, beta=0.6, c=3.0) if size in ("base", "large") else dict(alpha=1.8, beta=1.0, c=3.0)
+                   for size in ("nano", "tiny", "small", "base", "large")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# measuring an initialisation
+
+def condition_number(matrix):
+    """sigma_max / sigma_min in float64, batched over leading dimensions; capped at 1/eps = 4.5e15, since float64 resolves no more."""
+    s = torch.linalg.svdvals(matrix.double())
+    return s[..., 0] / torch.maximum(s[..., -1], s[..., 0] * torch.finfo(torch.float64).eps)
+
+
+def effective_rank(x):
+    """exp(entropy of the normalised singular values) of x (..., n, d): between 1 and min(n, d) (Roy & Vetterli 2007)."""
+    s = torch.linalg.svdvals(x.double())
+    p = s / s.sum(-1, keepdim=True)
+    return torch.special.entr(p).sum(-1).exp()
+
+
+def token_cosine(x):
+    """Mean cosine between different tokens of one image, x (B, n, d) -> scalar."""
+    y = nn.functional.normalize(x, dim=-1)
+    n = x.shape[1]
+    return ((y @ y.mT).sum((1, 2)) - n).div(n * (n - 1)).mean()
+
+
+def attention_jacobians(attn, x):
+    """(K, B), each (n d, n d), of the attention sub-block at its normalised input x (n, d), exact, by autograd.
+
+    K = d SA(x) / d x, softmax included. B is the same derivative with A held fixed: the Kronecker term (W^V W^O)^T (x) A of paper 1's
+    K = (X W^V W^O (x) I)^T A' + (W^V W^O)^T (x) A, summed over heads. Proposition 2: with both initialisations kappa(K) ~ kappa(B).
+    """
+    A = attn.matrix(x[None]).detach()
+
+    def frozen(z):
+        _, _, v = attn.heads(z[None])
+        return attn.proj((A @ v).transpose(1, 2).flatten(2))[0]
+
+    jacobian = lambda f: torch.func.jacrev(f)(x).reshape(x.numel(), x.numel())
+    return jacobian(lambda z: attn(z[None])[0]), jacobian(frozen)
+
+
+@torch.no_grad()
+def measure(model, x, jacobians=True):
+    """One dict per block of a ViT in float64, for tokens x (B, n, d) that enter its first block.
+
+    diagonal: mean A_ii (1/n when attention is uniform). range, gap: of the logits' rows, mean max - min (Delta of proposition 1) and mean
+    self-logit minus the largest other (gamma; positive where rows are diagonally dominant). cond_A: median over images and heads.
+    cond_VO: of the full d x d product. kappa_*: of attention_jacobians at the first image. cosine, rank: of the block's output.
+    """
+    rows = []
+    for block in model.blocks:
+        attn, z = block.attn, block.norm1(x)
+        q, k, _ = attn.heads(z)
+        logits = q @ k.mT * attn.scale
+        A, own = logits.softmax(-1), logits.diagonal(dim1=-2, dim2=-1)
+        others = logits.masked_fill(torch.eye(x.shape[1], dtype=torch.bool), -math.inf).amax(-1)
+        w_v = attn.qkv.weight.chunk(3)[2]
+        row = dict(diagonal=A.diagonal(dim1=-2, dim2=-1).mean(), range=(logits.amax(-1) - logits.amin(-1)).mean(), gap=(own - others).mean(),
+                   cond_A=condition_number(A).median(), cond_VO=condition_number(w_v.T @ attn.proj.weight.T))
+        if jacobians:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):      # the only one that jacrev can batch
+                K, B = attention_jacobians(attn, z[0])
+            row.update(kappa_K=condition_number(K), kappa_B=condition_number(B), kappa_K_plus_I=condition_number(K + torch.eye(len(K)).to(K)))
+        x = block(x)
+        row.update(cosine=token_cosine(x), rank=effective_rank(x).mean())
+        rows.append({key: float(value) for key, value in row.items()})
+    return rows
+
+
+VARIANTS = {"default": (), "VO only": ("vo",), "QK only": ("qk",), "both": ("qk", "vo"), "both + MLP": ("qk", "vo", "mlp")}
+
+
+def report(args):
+    """Tables on stdout, results as a dict {variant: one dict of medians over seeds per block}."""
+    from model import ViT
+    results = {}
+    for name, parts in VARIANTS.items():
+        runs = []
+        for seed in range(args.seeds):
+            torch.manual_seed(seed)
+            model = ViT(img_size=args.grid, patch_size=1, embed_dim=args.dim, depth=args.depth, num_heads=args.heads, num_classes=0, shortcut="skipless")
+            if parts:
+                init_skipless_vit(model, args.alpha, args.beta, args.c, parts=parts)
+            runs.append(measure(model.double(), torch.randn(2, 1 + args.grid ** 2, args.dim, dtype=torch.float64)))
+        rows = results[name] = [{key: sorted(run[l][key] for run in runs)[args.seeds // 2] for key in runs[0][0]} for l in range(args.depth)]
+        print(f"\n{name}")
+        print("block  diagonal  range    gap   cond(A)  cond(VO)  kappa(K)  kappa(B)  kappa(K+I)  cosine  eff. rank")
+        for l, r in enumerate(rows, 1):
+            print(f"{l:5d}  {r['diagonal']:8.3f} {r['range']:6.2f} {r['gap']:6.2f}  {r['cond_A']:8.1e}  {r['cond_VO']:8.1e}  {r['kappa_K']:8.1e}  "
+                  f"{r['kappa_B']:8.1e}  {r['kappa_K_plus_I']:10.1e}  {r['cosine']:6.3f}  {r['rank']:9.1f}")
+    return results
+
+
+def plot_report(results, path, title):
+    """Four panels over depth: attention diagonal, kappa(K), token cosine, effective rank."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), constrained_layout=True)
+    panels = [("diagonal", "mean attention diagonal"), ("kappa_K", r"$\kappa(K)$ of the attention sub-block"), ("cosine", "mean token cosine"),
+              ("rank", "effective rank of the tokens")]
+    for axis, (key, label) in zip(axes, panels):
+        for name, rows in results.items():
+            axis.plot(range(1, len(rows) + 1), [r[key] for r in rows], "o-", ms=3, label=name)
+        axis.set(xlabel="block", title=label, yscale="log" if key == "kappa_K" else "linear")
+        axis.grid(alpha=.3)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv=None):
+    import json
+    from pathlib import Path
+
+    import runtime
+    number = runtime.number
+    parser = runtime.Parser(description=__doc__)
+    add = parser.add_argument
+    add("--dim", type=number(int, low=2), default=64, help="embedding width; the Jacobian has (tokens x dim)^2 entries")
+    add("--heads", type=number(int, low=1), default=2, help="attention heads")
+    add("--grid", type=number(int, low=2), default=4, help="side of the patch grid: grid^2 + 1 tokens")
+    add("--depth", type=number(int, low=1), default=12, help="blocks")
+    add("--alpha", type=number(float, low=0), default=1.8, help="random part of W_Q W_K^T")
+    add("--beta", type=number(float, low=0), default=1.0, help="identity part of W_Q W_K^T")
+    add("--c", type=number(float, above=0), default=3.0, help="W_V W_O is c^2 times an orthogonal matrix")
+    add("--seeds", type=number(int, low=1), default=1, help="the table shows the median over this many draws")
+    add("--out", default="results", help="folder for init.png and init.json")
+    args = parser.parse_args(argv)
+    if args.dim % args.heads:
+        raise runtime.BadInput(f"--dim {args.dim} is not divisible by --heads {args.heads}: change one of them")
+    folder = Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise runtime.BadInput(f"--out {args.out} cannot be written ({error.strerror}): choose a folder that can") from error
+    title = (f"{args.dim} channels, {args.heads} heads, {args.grid ** 2 + 1} tokens, no residuals; alpha {args.alpha:g}, beta {args.beta:g}, "
+             f"c {args.c:g}; Gaussian tokens, median of {args.seeds}")
+    print(title)
+    results = report(args)
+    (folder / "init.json").write_text(json.dumps(dict(args={k: v for k, v in vars(args).items() if k != "out"}, rows=results), indent=1) + "\n")
+    plot_report(results, folder / "init.png", title)
+    print(f"\n{folder / 'init.png'} and {folder / 'init.json'} written")
+
+
+if __name__ == "__main__":
+    import runtime
+    runtime.run(main)

@@ -40,7 +40,7 @@ class Attention(nn.Module):
     def heads(self, x):
         """x (B, N, D) -> q, k, v, each (B, H, N, d). Rows of qkv.weight: all of q, then k, then v; within each, head by head."""
         B, N, _ = x.shape
-        return self.qkv(x).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
 
     def forward(self, x):
         q, k, v = self.heads(x)

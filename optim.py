@@ -15,7 +15,6 @@ matrix in TF32 has no small eigenvalues left. The exception is Muon, which keeps
 import copy
 import math
 import warnings
-from collections import Counter
 from contextlib import contextmanager
 from itertools import chain
 
@@ -49,8 +48,20 @@ def true_fp32(device_type: str):
             b.fp32_precision = precision
 
 
-def work_dtype(p: Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
+VALID = {                                           # option: (test, "must be ...")
+    "lr": (lambda x: x >= 0, "at least 0"),
+    "weight_decay": (lambda x: x >= 0, "at least 0"),
+    "eps": (lambda x: x >= 0, "at least 0"),
+    "betas": (lambda x: len(x) == 2 and all(0 <= b < 1 for b in x), "two numbers in [0, 1)"),
+    "shampoo_beta": (lambda x: x is None or 0 <= x < 1, "in [0, 1), or None for the second of betas"),
+    "precondition_frequency": (lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
+    "max_precond_dim": (lambda x: x >= 0, "at least 0"),
+    "init_factor": (lambda x: x > 0, "above 0"),
+    "max_clamp_value": (lambda x: x is None or x > 0, "above 0, or None for no limit"),
+    "momentum": (lambda x: 0 <= x < 1, "in [0, 1)"),
+    "ns_steps": (lambda x: isinstance(x, int) and 0 <= x < 100, "a whole number from 0 to 99"),
+    "adjust_lr_fn": (lambda x: x in MUON_SCALES, "None, original, match_rms_adamw or spectral_unclamped"),
+}
 
 
 def require(ok: bool, sentence: str) -> None:
@@ -61,32 +72,27 @@ def require(ok: bool, sentence: str) -> None:
 class MatrixOptimizer(torch.optim.Optimizer):
     """The loop over parameters, validation, and a state that survives `load_state_dict`. The maths of one parameter is in `update`."""
 
+    least_rank = 2
+
     def update(self, p: Tensor, group: dict) -> None:
         raise NotImplementedError
 
-    def check_options(self, o: dict) -> None:
-        require(o["lr"] >= 0, f"lr must be at least 0, not {o['lr']}.")
-        require(o["weight_decay"] >= 0, f"weight_decay must be at least 0, not {o['weight_decay']}.")
-        if "betas" in o:                            # SOAP and KL-Shampoo
-            require(len(o["betas"]) == 2 and all(0 <= b < 1 for b in o["betas"]), f"betas must be two numbers in [0, 1), not {o['betas']}.")
-            require(o["shampoo_beta"] is None or 0 <= o["shampoo_beta"] < 1,
-                    f"shampoo_beta must be in [0, 1), or None to use the second of betas, not {o['shampoo_beta']}.")
-            require(o["eps"] >= 0, f"eps must be at least 0, not {o['eps']}.")
-            f = o["precondition_frequency"]
-            require(isinstance(f, int) and f >= 1, f"precondition_frequency must be a whole number of at least 1, not {f}.")
-
-    def check_parameter(self, p: Tensor) -> None:
-        require(p.is_floating_point(), f"{type(self).__name__} needs real floating-point parameters, not {p.dtype} of shape {tuple(p.shape)}.")
-
     def preconditioned(self, shape: tuple, group: dict) -> list[bool]:
-        """For each side of the tensor as the optimizer sees it: does it have a factor?"""
+        """For each side of a tensor, as this optimizer sees it: does it have a factor?"""
         return []
 
+    def state_dtype(self, p: Tensor) -> torch.dtype:
+        return torch.float64 if p.dtype == torch.float64 else torch.float32
+
     def add_param_group(self, param_group: dict) -> None:
-        self.check_options({**self.defaults, **param_group})
+        for key, value in {**self.defaults, **param_group}.items():
+            test, words = VALID.get(key, (lambda x: True, ""))
+            require(test(value), f"{key} must be {words}, not {value!r}.")
         super().add_param_group(param_group)
+        me = type(self).__name__
         for p in self.param_groups[-1]["params"]:
-            self.check_parameter(p)
+            require(p.is_floating_point(), f"{me} needs real floating-point parameters, not {p.dtype} of shape {tuple(p.shape)}.")
+            require(p.ndim >= self.least_rank, f"{me} is for matrices, not for shape {tuple(p.shape)}; give biases, gains and tokens to AdamW.")
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -94,7 +100,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():               # a closure calls backward
                 loss = closure()
-        with true_fp32(self.param_groups[0]["params"][0].device.type):
+        with true_fp32(next(p for group in self.param_groups for p in group["params"]).device.type):
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
@@ -102,21 +108,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
                         self.update(p, group)
         return loss
 
-    def state_dtype(self, p: Tensor) -> torch.dtype:
-        return work_dtype(p)
-
     def load_state_dict(self, state_dict: dict) -> None:
         """torch casts every floating tensor of the state to the parameter's type, those in lists too: take them again from the source."""
         super().load_state_dict(state_dict)
         saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         params = chain.from_iterable(g["params"] for g in self.param_groups)
         for i, p in zip(saved_ids, params):
-            def restore(v):
-                if isinstance(v, Tensor):
-                    return v.to(p.device, self.state_dtype(p), copy=True)
-                return [restore(x) for x in v] if isinstance(v, (list, tuple)) else v
             if i in state_dict["state"]:
-                self.state[p] = {key: restore(v) for key, v in state_dict["state"][i].items()}
+                self.state[p] = copy_to(state_dict["state"][i], p.device, self.state_dtype(p))
+
+
+def copy_to(value, device, dtype):
+    """A copy of a state: tensors inside dicts and lists move to device and dtype, numbers and None stay as they are."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype, copy=True)
+    if isinstance(value, dict):
+        return {key: copy_to(v, device, dtype) for key, v in value.items()}
+    return [copy_to(v, device, dtype) for v in value] if isinstance(value, list) else value
 
 
 def move(p: Tensor, direction: Tensor, step_size: float, decay: float) -> None:
@@ -191,21 +199,19 @@ class SOAP(MatrixOptimizer):
     adds 2u for M and per side 2n^3 (S Q, used for the sorting and for the QR) and a QR of about 8/3 n^3.
     """
 
+    least_rank = 0
+
     def __init__(self, params, lr=3e-3, betas=(.95, .95), shampoo_beta=None, eps=1e-8, weight_decay=.01, precondition_frequency=10,
                  max_precond_dim=10000, correct_bias=True, normalize_grads=False):
         super().__init__(params, dict(lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
                                       precondition_frequency=precondition_frequency, max_precond_dim=max_precond_dim,
                                       correct_bias=correct_bias, normalize_grads=normalize_grads))
 
-    def check_options(self, o):
-        super().check_options(o)
-        require(o["max_precond_dim"] >= 0, f"max_precond_dim must be at least 0, not {o['max_precond_dim']}.")
-
     def preconditioned(self, shape, group):
         return [len(shape) > 1 and d <= group["max_precond_dim"] for d in shape]
 
     def update(self, p, group):
-        g = p.grad.to(work_dtype(p))
+        g = p.grad.to(self.state_dtype(p))
         if not self.state[p]:
             self.state[p] = soap_seed(g, shampoo_beta(group), self.preconditioned(p.shape, group))
             return
@@ -282,21 +288,11 @@ class KLShampoo(MatrixOptimizer):
         super().__init__(params, dict(lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
                                       precondition_frequency=precondition_frequency, init_factor=init_factor, max_clamp_value=max_clamp_value))
 
-    def check_options(self, o):
-        super().check_options(o)
-        require(o["init_factor"] > 0, f"init_factor must be above 0, not {o['init_factor']}.")
-        require(o["max_clamp_value"] is None or o["max_clamp_value"] > 0,
-                f"max_clamp_value must be above 0, or None for no limit, not {o['max_clamp_value']}.")
-
-    def check_parameter(self, p):
-        super().check_parameter(p)
-        require(p.ndim >= 2, f"KLShampoo is for matrices, not for a tensor of shape {tuple(p.shape)}; give biases, gains and tokens to AdamW.")
-
     def preconditioned(self, shape, group):
         return [True, True]
 
     def update(self, p, group):
-        g = p.grad.to(work_dtype(p)).flatten(1)                         # (out, rest)
+        g = p.grad.to(self.state_dtype(p)).flatten(1)                       # (out, rest)
         if not self.state[p]:
             self.state[p] = kl_seed(g, shampoo_beta(group), group["init_factor"])
             return
@@ -353,6 +349,14 @@ def kl_refresh(state: dict) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Muon
 
+MUON_SCALES = {                                     # of (out, in)
+    None: lambda m, n: math.sqrt(max(1, m / n)),
+    "original": lambda m, n: math.sqrt(max(1, m / n)),
+    "match_rms_adamw": lambda m, n: .2 * math.sqrt(max(m, n)),
+    "spectral_unclamped": lambda m, n: math.sqrt(m / n),
+}
+
+
 class Muon(MatrixOptimizer):
     """Momentum, orthogonalised. Tensors of rank 3 and 4 are the matrix (out, rest); otherwise the same numbers as torch.optim.Muon:
 
@@ -365,33 +369,22 @@ class Muon(MatrixOptimizer):
     Flops: 2(2 r^2 c + r^3) for each of ns_steps, r the short and c the long side.
     """
 
-    SCALES = {None: lambda m, n: math.sqrt(max(1, m / n)), "original": lambda m, n: math.sqrt(max(1, m / n)),
-              "match_rms_adamw": lambda m, n: .2 * math.sqrt(max(m, n)), "spectral_unclamped": lambda m, n: math.sqrt(m / n)}
-
     def __init__(self, params, lr=1e-3, weight_decay=.1, momentum=.95, nesterov=True, ns_steps=5, adjust_lr_fn=None):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
                                       adjust_lr_fn=adjust_lr_fn))
-
-    def check_options(self, o):
-        super().check_options(o)
-        require(0 <= o["momentum"] < 1, f"momentum must be in [0, 1), not {o['momentum']}.")
-        require(isinstance(o["ns_steps"], int) and 0 <= o["ns_steps"] < 100, f"ns_steps must be a whole number from 0 to 99, not {o['ns_steps']}.")
-        require(o["adjust_lr_fn"] in self.SCALES, f"adjust_lr_fn must be one of {', '.join(map(str, self.SCALES))}, not {o['adjust_lr_fn']!r}.")
-
-    def check_parameter(self, p):
-        super().check_parameter(p)
-        require(p.ndim >= 2, f"Muon is for matrices, not for a tensor of shape {tuple(p.shape)}; give biases, gains and tokens to AdamW.")
 
     def state_dtype(self, p):
         return p.dtype
 
     def update(self, p, group):
         mu, g = group["momentum"], p.grad
-        buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(g))
+        if not self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(g)
+        buffer = self.state[p]["momentum_buffer"]
         buffer.lerp_(g, 1 - mu)
         o = newton_schulz((g.lerp(buffer, mu) if group["nesterov"] else buffer).flatten(1), group["ns_steps"])
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(o.reshape(p.shape), alpha=-group["lr"] * self.SCALES[group["adjust_lr_fn"]](*o.shape))
+        p.add_(o.reshape(p.shape), alpha=-group["lr"] * MUON_SCALES[group["adjust_lr_fn"]](*o.shape))
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
@@ -501,20 +494,20 @@ def describe(optimizer) -> str:
 
 
 def describe_sides(part: MatrixOptimizer, group: dict) -> list[str]:
-    """`12 x (288, 96): both sides` per shape, and the name of each tensor with a side beyond max_precond_dim."""
-    lines = []
-    names = group.get("param_names", [f"parameter {i}" for i in range(len(group["params"]))])
-    for shape, number in Counter(tuple(p.shape) for p in group["params"]).items():
+    """`12 x (288, 96): both sides` per shape; where max_precond_dim leaves a side out, the names of the tensors too."""
+    lines, names_of = [], {}
+    for name, p in zip(group.get("param_names", map(str, range(len(group["params"])))), group["params"]):
+        names_of.setdefault(tuple(p.shape), []).append(name)
+    for shape, names in names_of.items():
         sides = part.preconditioned(shape, group)
-        if not any(sides):
-            kind = "no side, plain Adam"
+        if len(shape) < 2:
+            which = "plain Adam"
         elif all(sides):
-            kind = "both sides" if len(sides) == 2 else f"all {len(sides)} modes"
+            which = "both sides" if len(sides) == 2 else f"all {len(sides)} sides"
         else:
-            kind = f"only side {', '.join(str(k) for k, has in enumerate(sides) if has)}"
-        lines.append(f"{number} x {shape}: {kind}")
-        if len(sides) > 1 and not all(sides):
+            kept = ", ".join(str(k) for k, has in enumerate(sides) if has)
             left_out = ", ".join(f"{k} ({shape[k]})" for k, has in enumerate(sides) if not has)
-            who = ", ".join(name for name, p in zip(names, group["params"]) if tuple(p.shape) == shape)
-            lines.append(f"  left out, longer than max_precond_dim {group['max_precond_dim']}: side {left_out} of {who}")
+            which = (f"{'only side ' + kept if kept else 'no side'}; left out, longer than max_precond_dim {group['max_precond_dim']}: "
+                     f"side {left_out} of {', '.join(names)}")
+        lines.append(f"{len(names)} x {shape}: {which}")
     return lines

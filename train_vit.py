@@ -42,8 +42,7 @@ PRESETS = {
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
-FIXED = ("classes", "in_chans", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init", "alpha", "beta", "c",
-         "cancel_mean", "seed", "holdout")
+FIXED = ("classes", "in_chans", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init", "alpha", "beta", "c", "cancel_mean", "mlp_gain", "seed", "holdout")
 FREE = ("preset", "device", "dtype", "compile", "workers", "threads", "out", "resume", "log_every", "save_every", "wandb", "micro_batch")
 
 
@@ -75,10 +74,11 @@ def get_args(argv=None):
     add("--beta", type=number(float, low=0), default=2.0, help="identity part of W_Q W_K^T, for --init skipless")
     add("--c", type=number(float, above=0), default=3.0, help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless")
     add("--cancel-mean", type=number(float, low=0, high=1), default=0.0, help="share of GELU's mean that the bias of fc2 starts by cancelling, for --init skipless")
+    add("--mlp-gain", type=number(float, above=0), default=1.0, help="gain of fc1: below 1 GELU starts closer to linear, for --init skipless")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes the rest")
-    add("--lr", type=number(float, low=0), default=None, help=f"peak learning rate; None is the preset's, by optimizer: {PRESETS[preset]['lr']}")
+    add("--lr", type=number(float, above=0), default=None, help=f"peak learning rate; None is the preset's, by optimizer: {PRESETS[preset]['lr']}")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms, position embedding and class token")
     add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
     add("--batch-size", type=number(int, low=1), help="global: images per update over all processes")
@@ -106,13 +106,14 @@ def get_args(argv=None):
     if args.out is None:
         depth = f"-depth{args.depth}" if args.depth else ""
         args.out = f"out/vit-{args.size}{depth}-{args.shortcut}-{args.init}-{args.opt}-seed{args.seed}"
+    args.depth = args.depth or SIZES[args.size]["depth"]         # so that a resume with the depth spelt out is the same run
     return args
 
 
 def build_model(args, images):
     """The ViT with its initialisation applied; also a line that says which. Equal on all ranks: the seed does not know the rank."""
     torch.manual_seed(args.seed)
-    size = dict(SIZES[args.size], **({"depth": args.depth} if args.depth else {}))
+    size = dict(SIZES[args.size], depth=args.depth)
     try:
         raw = ViT(img_size=args.img_size, patch_size=args.patch_size, in_chans=images.in_chans, num_classes=len(images.classes), shortcut=args.shortcut,
                   alpha_min=args.alpha_min, temperature_beta=args.temperature_beta, drop_path=args.drop_path, pool=args.pool, **size)
@@ -123,7 +124,7 @@ def build_model(args, images):
         return raw, "default: truncated normal, std .02"
     constants = {"auto": lambda: init.choose_constants(size["embed_dim"], size["num_heads"], raw.pos_embed.shape[1], size["depth"]),
                  "paper": lambda: init.PAPER_CONSTANTS.get(args.size, init.PAPER_CONSTANTS["base"]),
-                 "skipless": lambda: dict(alpha=args.alpha, beta=args.beta, c=args.c, cancel_mean=args.cancel_mean)}[kind]()
+                 "skipless": lambda: dict(alpha=args.alpha, beta=args.beta, c=args.c, cancel_mean=args.cancel_mean, mlp_gain=args.mlp_gain)}[kind]()
     init.init_skipless_vit(raw, **constants)
     return raw, f"{kind}: " + ", ".join(f"{k} {v:.3g}" for k, v in constants.items())
 
@@ -181,7 +182,11 @@ def main(argv=None):
         torch.set_rng_state(saved["rng"])
         if step >= steps and notes:
             raise BadInput(f"{ckpt} is a finished run, but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+    if args.wandb:
+        runtime.import_optional("wandb", "--wandb")
     runtime.make_out(args.out, flags, world)
+    if world.main and not step:                                  # --fresh: the old checkpoint goes with the old log, or a later resume would find it
+        ckpt.unlink(missing_ok=True)
     log = runtime.Log(args.out, world, step, args.wandb, flags)
 
     log.say(f"config      {' '.join(f'{k}={v}' for k, v in sorted(flags.items()))}")

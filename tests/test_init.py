@@ -1,0 +1,240 @@
+"""Each initialisation has the product, the spectrum and the conditioning that its formula promises; the forecast agrees with real nets."""
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+import init
+from model import SIZES, Attention, ViT
+
+
+def singular_values(product):
+    return torch.linalg.svdvals(product.double())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# queries and keys
+
+@pytest.mark.parametrize("dist", ["normal", "uniform"])
+def test_each_head_is_the_best_low_rank_approximation_of_its_own_matrix(dist):
+    """Independent truth: draw the same Z again, and let numpy's SVD truncate alpha Z + beta I."""
+    D, heads, alpha, beta = 48, 3, 1.8, 1.0
+    w_q, w_k = torch.empty(D, D, dtype=torch.float64), torch.empty(D, D, dtype=torch.float64)
+    torch.manual_seed(5)
+    init.mimetic_qk_(w_q, w_k, heads, alpha, beta, dist)
+    torch.manual_seed(5)
+    for h in range(heads):
+        if dist == "normal":
+            Z = torch.randn(D, D, dtype=torch.float64).numpy() / D ** 0.5
+        else:
+            Z = (torch.rand(D, D, dtype=torch.float64).numpy() * 2 - 1) * (3 / D) ** 0.5
+        U, S, Vh = np.linalg.svd(alpha * Z + beta * np.eye(D))
+        rows = slice(h * 16, (h + 1) * 16)
+        product = w_q[rows].T @ w_k[rows]                          # the paper's W^Q (W^K)^T of this head
+        np.testing.assert_allclose(product.numpy(), (U[:, :16] * S[:16]) @ Vh[:16], atol=1e-10)
+        np.testing.assert_allclose(singular_values(product)[:16], S[:16], rtol=1e-10)
+        np.testing.assert_allclose((w_q[rows] @ w_q[rows].T).numpy(), np.diag(S[:16]), atol=1e-10)      # sqrt(S) on each side
+        np.testing.assert_allclose((w_k[rows] @ w_k[rows].T).numpy(), np.diag(S[:16]), atol=1e-10)
+
+
+def test_noise_has_variance_one_over_width():
+    for dist in ("normal", "uniform"):
+        Z = init._noise(400, dist)
+        assert Z.var().item() * 400 == pytest.approx(1, rel=0.02) and abs(Z.mean().item()) < 1e-3
+    assert init._noise(400, "uniform").abs().max() <= math.sqrt(3 / 400)
+    with pytest.raises(ValueError, match="dist"):
+        init._noise(4, "laplace")
+
+
+def test_identity_only_gives_a_projector_and_noise_only_the_quarter_circle():
+    D, d = 256, 64
+    w_q, w_k = torch.empty(D, D), torch.empty(D, D)
+    init.mimetic_qk_(w_q, w_k, D // d, alpha=0.0, beta=0.7)
+    s = singular_values(w_q[:d].T @ w_k[:d])
+    assert s[:d].sub(0.7).abs().max() < 1e-6 and s[d:].max() < 1e-6
+    init.mimetic_qk_(w_q, w_k, D // d, alpha=2.0, beta=0.0)
+    s = singular_values(w_q[:d].T @ w_k[:d])[:d]
+    assert s[0].item() == pytest.approx(4.0, rel=0.05)             # edge of alpha times the quarter circle on [0, 2]
+    # the smallest one kept is its upper quartile: solve (x sqrt(4 - x^2) + 4 asin(x / 2)) / (2 pi) = 3/4
+    x = np.linspace(0, 2, 100001)
+    quartile = x[np.searchsorted((x * np.sqrt(4 - x ** 2) + 4 * np.arcsin(x / 2)) / (2 * np.pi), 0.75)]
+    assert s[-1].item() == pytest.approx(2 * quartile, rel=0.05)
+
+
+def gaussian_logits(w_q, w_k, tokens, scale):
+    x = nn.functional.layer_norm(torch.randn(tokens, w_q.shape[1]), (w_q.shape[1],))
+    return (x @ w_q.T) @ (x @ w_k.T).T * scale
+
+
+@pytest.mark.parametrize("D, alpha, beta, own, off, diagonal", [(768, 2.0, 0.6, 14.1, 3.7, 0.77), (384, 1.8, 1.0, 18.7, 3.4, 0.986)])
+def test_attention_diagonal_at_init_as_measured_from_the_authors_code(D, alpha, beta, own, off, diagonal):
+    """papers: 197 layer-normed Gaussian tokens, one head of 64 of ViT-B and ViT-S: self-logit, std of the others, mean A_ii."""
+    torch.manual_seed(0)
+    w_q, w_k = torch.empty(64, D), torch.empty(64, D)
+    init.mimetic_qk_(w_q, w_k, 1, alpha, beta)
+    logits = torch.stack([gaussian_logits(w_q, w_k, 197, 64 ** -0.5) for _ in range(8)])
+    others = logits[:, ~torch.eye(197, dtype=torch.bool)]
+    assert logits.diagonal(dim1=1, dim2=2).mean().item() == pytest.approx(own, rel=0.08)
+    assert others.std().item() == pytest.approx(off, rel=0.08)
+    assert logits.softmax(-1).diagonal(dim1=1, dim2=2).mean().item() == pytest.approx(diagonal, abs=0.04)
+
+
+def test_default_attention_is_uniform():
+    net = ViT(224, 16, **SIZES["small"])
+    A = net.blocks[0].attn.matrix(nn.functional.layer_norm(torch.randn(2, 197, 384), (384,)))
+    assert A.diagonal(dim1=-2, dim2=-1).mean().item() == pytest.approx(1 / 197, rel=0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# values and output, MLP
+
+@pytest.mark.parametrize("D", [96, 384])
+def test_the_full_value_output_product_is_scaled_orthogonal(D):
+    """The full D x D product, in the weights' own float32: a per-head test would pass on a near singular product."""
+    w_v, w_o = torch.empty(D, D), torch.empty(D, D)
+    init.orthogonal_vo_(w_v, w_o, 3.0)
+    s = singular_values(w_v.T @ w_o.T)
+    assert s[0] / s[-1] < 1.001
+    assert s.sub(9).abs().max() < 1e-3                              # c^2, not c
+    for w in (w_v, w_o):
+        assert singular_values(w).sub(3).abs().max() < 1e-4
+    assert w_v.std().item() == pytest.approx(3 / math.sqrt(D), rel=0.01)
+    assert (w_v @ w_o - 9 * torch.eye(D)).norm() > D ** 0.5        # an orthogonal matrix, but not the identity
+
+
+@pytest.mark.parametrize("out, in_", [(1536, 384), (384, 1536), (384, 384), (384, 96), (96, 384)])
+def test_suo_keeps_the_mean_square(out, in_):
+    """q-gain (|Wx|^2 / out) / (|x|^2 / in) is 1: exact where the layer widens, in expectation where it narrows. fc1 and fc2 both."""
+    torch.manual_seed(0)
+    w = torch.empty(out, in_)
+    init.suo_(w)
+    x = torch.randn(4000, in_)
+    gain = (x @ w.T).square().mean(1) / x.square().mean(1)
+    assert gain.mean().item() == pytest.approx(1, abs=0.01)
+    if out >= in_:
+        assert gain.sub(1).abs().max() < 1e-4
+    assert singular_values(w).sub(max(math.sqrt(out / in_), 1)).abs().max() < 1e-5
+    init.suo_(w, gain=0.5)
+    assert singular_values(w).sub(0.5 * max(math.sqrt(out / in_), 1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 2.0])
+def test_gelu_mean_and_its_cancellation(scale):
+    z = torch.randn(2_000_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert init.gelu_mean(scale) == pytest.approx(nn.functional.gelu(scale * z).mean().item(), abs=3e-3)
+    mlp = ViT(28, 7, 1, 10, **SIZES["nano"]).blocks[0].mlp
+    init.suo_(mlp.fc1.weight, scale)
+    init.suo_(mlp.fc2.weight)
+    x = torch.randn(20000, 96)
+    means = []
+    for fraction in (0.0, 0.5, 1.0):
+        init.cancel_mean_(mlp, fraction)
+        means.append(mlp(x).mean(0).norm().item())
+    assert means[1] == pytest.approx(means[0] / 2, rel=0.1)
+    assert means[2] < 0.05 * means[0] + 0.05                        # what is left is the noise of 20,000 samples
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whole models
+
+def test_default_init_is_timms():
+    torch.manual_seed(0)
+    net = ViT(28, 7, 1, 10, **SIZES["nano"])
+    truncated = 0.02                                                # timm cuts at +-2, that is at 100 std: an ordinary normal
+    for name, p in net.named_parameters():
+        if name.endswith("norm.weight") or "norm1.weight" in name or "norm2.weight" in name:
+            assert torch.equal(p, torch.ones_like(p)), name
+        elif name == "patch_embed.proj.weight":
+            assert p.std().item() == pytest.approx((1 / 49 / 3) ** 0.5, rel=0.05)
+        elif p.ndim > 1 and p.numel() > 900:
+            assert p.std().item() == pytest.approx(truncated, rel=0.1), name
+        elif name.endswith("bias") and not name.startswith("patch_embed"):
+            assert not p.any(), name
+
+
+def test_skipless_init_changes_the_blocks_only_and_is_a_function_of_the_seed():
+    nets = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        net = ViT(28, 7, 1, 10, **SIZES["nano"], shortcut="skipless")
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        init.init_skipless_vit(net, 1.8, 1.0, 3.0)
+        for key, value in net.state_dict().items():
+            touched = key.startswith("blocks.") and key.endswith(("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight"))
+            assert torch.equal(value, before[key]) != touched, key
+        nets.append(net.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(nets[0].values(), nets[1].values()))
+    assert not torch.equal(nets[0]["blocks.0.attn.qkv.weight"], nets[2]["blocks.0.attn.qkv.weight"])
+    assert not torch.equal(nets[0]["blocks.0.attn.qkv.weight"], nets[0]["blocks.1.attn.qkv.weight"])
+
+
+def test_parts_leave_the_rest_alone():
+    torch.manual_seed(0)
+    net = ViT(28, 7, 1, 10, **SIZES["nano"], shortcut="skipless")
+    before = net.blocks[0].attn.qkv.weight.clone()
+    init.init_skipless_vit(net, 1.8, 1.0, 3.0, parts=("vo",))
+    w = net.blocks[0].attn.qkv.weight
+    assert torch.equal(w[:192], before[:192]) and not torch.equal(w[192:], before[192:])
+    assert net.blocks[0].mlp.fc1.weight.std() < 0.03
+
+
+def test_published_constants():
+    assert init.PAPER_CONSTANTS["base"] == dict(alpha=2.0, beta=0.6, c=3.0)
+    assert init.PAPER_CONSTANTS["small"] == dict(alpha=1.8, beta=1.0, c=3.0)
+    assert set(init.PAPER_CONSTANTS) == set(SIZES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# measurements
+
+def test_condition_number_and_effective_rank_by_hand():
+    assert init.condition_number(torch.diag(torch.tensor([8.0, 4.0, 2.0]))).item() == pytest.approx(4)
+    assert init.condition_number(torch.zeros(3, 3) + 1) >= 1e15
+    assert init.effective_rank(torch.eye(5)[:3]).item() == pytest.approx(3)
+    assert init.effective_rank(torch.ones(4, 6)).item() == pytest.approx(1)
+    p = np.array([3, 1]) / 4
+    assert init.effective_rank(torch.diag(torch.tensor([3.0, 1.0]))).item() == pytest.approx(np.exp(-(p * np.log(p)).sum()))
+
+
+def test_token_cosine_by_hand():
+    x = torch.tensor([[[1.0, 0], [0, 2.0], [3.0, 3.0]]])
+    assert init.token_cosine(x).item() == pytest.approx((0 + 2 * math.sqrt(0.5)) / 3)
+
+
+def test_jacobians_against_finite_differences_and_the_kronecker_formula():
+    torch.manual_seed(0)
+    attn = Attention(6, 1).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        K, B = init.attention_jacobians(attn, x)
+    h, numeric = 1e-6, torch.empty(24, 24, dtype=torch.float64)
+    for j in range(24):
+        e = torch.zeros(24, dtype=torch.float64)
+        e[j] = h
+        e = e.view(4, 6)
+        numeric[:, j] = (attn((x + e)[None]) - attn((x - e)[None])).detach().flatten() / (2 * h)
+    torch.testing.assert_close(K, numeric, rtol=0, atol=1e-7)
+    # y_ia = sum_jb A_ij x_jb (W^V W^O)_ba, so B_(ia)(jb) = A_ij (W^V W^O)_ba
+    VO = attn.qkv.weight[12:].T @ attn.proj.weight.T
+    torch.testing.assert_close(B, torch.kron(attn.matrix(x[None])[0, 0], VO.T.contiguous()), rtol=0, atol=1e-10)
+
+
+def test_measure_shows_the_papers_propositions():
+    """Diffuse rows: A ~ uniform, kappa explodes. Dominant rows and orthogonal V O: kappa(K) near kappa(B), both orders below the default."""
+    tables = {}
+    for name, parts in (("default", ()), ("both", ("qk", "vo"))):
+        torch.manual_seed(0)
+        net = ViT(3, 1, 3, 0, 32, 2, 1, shortcut="skipless")
+        if parts:
+            init.init_skipless_vit(net, 1.0, 2.0, 3.0, parts=parts)
+        tables[name] = init.measure(net.double(), torch.randn(1, 10, 32, dtype=torch.float64))
+    default, both = tables["default"][0], tables["both"][0]
+    assert default["range"] < 0.2 and default["gap"] < 0 and default["diagonal"] == pytest.approx(0.1, abs=0.01)
+    assert both["gap"] > 3 and both["diagonal"] > 0.95
+    assert both["cond_VO"] < 1.001 < default["cond_VO"]
+    assert both["kappa_K"] < 1e-4 * default["kappa_K"]
+    assert both["kappa_B"] < both["kappa_K"] < 30 * both["kappa_B"]
+    assert default["kappa_K_plus_I"] < 1.5                          # what a residual connection does
+    assert tables["default"][1]["cosine"] > 0.99 > 0.3 > tables["both"][1]["cosine"]

@@ -1,0 +1,560 @@
+"""train_vit.py as people use it: killed and resumed, on one process and on two, compiled, with wrong input, and learning."""
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import data
+import runtime
+import train_vit
+from test_runtime import launch, launch_ranks, run_script
+
+TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--img-size", "8", "--patch-size", "4", "--depth", "2", "--batch-size", "64"]
+SKIPLESS = ["--skipless", "--init", "skipless"]
+NO_RATE = dict(images_per_s=None)
+
+
+def command(out, *flags):
+    return [*TINY, "--out", str(out), *map(str, flags)]
+
+
+def train(out, *flags):
+    """A run within this process. Returns its checkpoint."""
+    train_vit.main(command(out, *flags))
+    return load(out)
+
+
+def load(out):
+    return torch.load(Path(out) / "ckpt.pt", weights_only=True)
+
+
+def rows(out):
+    """The lines of the log without the rate, which is a measurement; floats compare bit by bit, as JSON keeps every digit."""
+    return [{**json.loads(line), **NO_RATE} for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+
+
+def script(argv):
+    runtime.run(lambda: train_vit.main(argv))
+
+
+class Stopped(BaseException):
+    """Stands for a power cut."""
+
+
+def stop_at(step, argv):
+    """The run of argv, cut off in the middle of this step: the same on every rank."""
+    check = runtime.check_finite
+
+    def check_and_stop(window, world):
+        if window[-1][0] == step:
+            raise Stopped
+        return check(window, world)
+
+    runtime.check_finite = check_and_stop
+    try:
+        with contextlib.suppress(Stopped):
+            train_vit.main(argv)
+    finally:
+        runtime.check_finite = check
+
+
+def assert_same(a, b, where="checkpoint"):
+    """Equal to the bit, all the way down."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for k in a:
+            assert_same(a[k], b[k], f"{where}.{k}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def assert_same_run(a, b):
+    """Weights, averaged weights, optimizer, step, best, generator and log of two run folders are equal to the bit."""
+    one, two = load(a), load(b)
+    one.pop("args"), two.pop("args")
+    assert_same(one, two)
+    assert rows(a) == rows(b)
+
+
+def assert_close(a, b, tolerance=1e-5):
+    """Weights equal up to the order of summation: the difference relative to the size of each tensor.
+
+    The key third of the qkv bias is left out: softmax does not see it, its gradient is rounding noise alone, and Adam scales noise up to full steps.
+    """
+    assert a["model"].keys() == b["model"].keys()
+    for key, x in a["model"].items():
+        y = b["model"][key]
+        if key.endswith("qkv.bias"):
+            x, y = (torch.cat([t.chunk(3)[0], t.chunk(3)[2]]) for t in (x, y))
+        assert (x - y).norm() <= tolerance * max(y.norm().item(), 1e-2), f"{key}: {(x - y).norm() / y.norm():.1e}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of one epoch, to be copied and not changed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(out, "--epochs", "1", "--ema", ".9", "--log-every", "10", "--eval-every", "11")
+    return out
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# interrupted and resumed
+
+def test_killed_twenty_times_equals_never_killed(tmp_path):
+    """SIGKILL at 20 random moments of one run (while starting, training, evaluating, writing): the checkpoint always loads, and the
+    run that comes out is the uninterrupted one to the bit: weights, EMA, SOAP's state, log. Augmentation and MixUp make the random numbers matter."""
+    flags = ["--epochs", "2.4", "--batch-size", "32", "--opt", "soap", *SKIPLESS, "--augment", "light", "--mixup", ".2", "--ema", ".9", "--save-every", "1", "--log-every", "1",
+             "--eval-every", "9"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    reference = launch(script, command(whole, *flags), output=tmp_path / "whole.txt")
+    rng, log, killed_in_training, step = random.Random(0), killed / "log.jsonl", 0, 0
+    for _ in range(20):
+        run = launch(script, command(killed, *flags), output=tmp_path / "killed.txt")
+        goal, end = step + rng.randrange(5), time.monotonic() + 60
+        while run.is_alive() and goal > step and steps_logged(log) < goal and time.monotonic() < end:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.1 if goal > step else 0.4))
+        run.kill()
+        run.join()
+        assert run.exitcode == -signal.SIGKILL, (tmp_path / "killed.txt").read_text()
+        if (killed / "ckpt.pt").exists():
+            before, step = step, runtime.load_checkpoint(killed / "ckpt.pt")["step"]
+            assert step >= before
+            killed_in_training += step > before
+        if killed.exists():
+            assert {p.name for p in killed.iterdir()} <= {"ckpt.pt", "ckpt.pt.tmp", "log.jsonl", "log.tmp", "args.json"}
+    assert killed_in_training >= 5, "too few kills fell into the training"
+    last = launch(script, command(killed, *flags), output=tmp_path / "killed.txt")
+    last.join(120), reference.join(120)
+    assert last.exitcode == 0 and reference.exitcode == 0, (tmp_path / "killed.txt").read_text()
+    assert_same_run(whole, killed)
+    assert rows(whole)[-1]["step"] == load(whole)["step"] == 108
+    assert not list(killed.glob("*.tmp"))
+
+
+def steps_logged(log):
+    found = re.findall(r'"step": (\d+)', log.read_text()) if log.exists() else []
+    return int(found[-1]) if found else 0
+
+
+@pytest.mark.parametrize("flags", [
+    ["--opt", "adamw", "--drop-path", ".1"],
+    ["--opt", "kl-shampoo", *SKIPLESS],
+    ["--opt", "muon", "--shortcut", "decayed", "--alpha-min", ".5", "--micro-batch", "16"],
+], ids=lambda flags: flags[1])
+def test_resume_is_exact_for_every_optimizer(tmp_path, flags):
+    """Cut off two steps after a save and started again: the two steps' old lines go, and all that is left equals the run in one piece, to the bit."""
+    flags = [*flags, "--epochs", ".6", "--warmup", ".2", "--ema", ".8", "--cutmix", ".5", "--augment", "light", "--save-every", "5", "--log-every", "1", "--eval-every", "4"]
+    train(tmp_path / "whole", *flags)
+    stop_at(8, command(tmp_path / "cut", *flags))
+    assert load(tmp_path / "cut")["step"] == 5 and rows(tmp_path / "cut")[-1]["step"] == 8
+    train(tmp_path / "cut", *flags)
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert load(tmp_path / "cut")["step"] == 13
+
+
+def test_resume_says_where_it_goes_on(copied, capsys):
+    """The step and the learning rate at a resume are printed: a schedule that began anew would show."""
+    train(copied, "--epochs", "2", "--ema", ".9", "--log-every", "10", "--eval-every", "11")
+    printed = capsys.readouterr().out
+    lr = runtime.lr_at(22, 44, 11, 1e-3)
+    assert re.search(rf"^resume .*step 22, lr {lr:.3g}$", printed, re.MULTILINE)
+    assert "--epochs was 1.0 and is 2.0" in printed
+    assert [r["step"] for r in rows(copied)] == sorted(r["step"] for r in rows(copied)) and rows(copied)[-1]["step"] == 44
+
+
+def test_fresh_starts_over_at_once(copied, tmp_path):
+    """--fresh: log and checkpoint of the old run are gone from the first step on, so that a cut-off fresh run cannot resume the old one."""
+    old = load(copied)
+    stop_at(3, command(copied, "--epochs", "1", "--fresh", "--seed", "1", "--log-every", "1"))
+    assert [r["step"] for r in rows(copied)] == [1, 2, 3]
+    again, new = train(copied, "--epochs", ".2", "--seed", "1", "--log-every", "1"), train(tmp_path / "new", "--epochs", ".2", "--seed", "1", "--log-every", "1")
+    assert again["step"] == 4
+    assert not torch.equal(again["model"]["head.weight"], old["model"]["head.weight"])
+    assert_same(again["model"], new["model"])
+    assert rows(copied) == rows(tmp_path / "new")
+
+
+def test_finished_run_says_its_figure_again(copied, capsys):
+    """Started once more with the same command, a finished run trains nothing, changes neither log nor weights, and ends with the same line."""
+    before = contents(copied)
+    train_vit.main(command(copied, "--epochs", "1", "--ema", ".9", "--log-every", "10", "--eval-every", "11"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"val top-1 \d+\.\d %", last)
+    assert last == f"val top-1 {rows(copied)[-1]['val_top1']:.1f} %"
+    assert all(contents(copied)[name] == before[name] for name in ("ckpt.pt", "log.jsonl"))
+
+
+def test_spelling_out_a_default_is_the_same_run(tmp_path):
+    """nano has 12 blocks: a resume that says --depth 12 is the same run, not another architecture."""
+    flags = ["--threads", "1", "--data", "digits8x8", "--img-size", "8", "--patch-size", "8", "--epochs", ".02", "--out", str(tmp_path / "run")]
+    train_vit.main(flags)
+    train_vit.main([*flags, "--depth", "12", "--size", "nano"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# several processes, accumulation
+
+FEW = ["--epochs", ".4", "--warmup", "0", "--log-every", "1", "--save-every", "4"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folders of runs by one process with the whole batch at once, by optimizer."""
+    made = {}
+
+    def get(opt):
+        if opt not in made:
+            made[opt] = tmp_path_factory.mktemp("alone") / opt
+            train(made[opt], "--opt", opt, *FEW)
+        return made[opt]
+    return get
+
+
+@pytest.mark.parametrize("opt", ["adamw", "soap"])
+@pytest.mark.parametrize("micro", [32, 16])
+def test_two_processes_equal_one(tmp_path, alone, opt, micro):
+    """Same global batch on two processes, at once and in two micro-batches each: the same weights and losses as one process with the whole batch."""
+    out = tmp_path / "two"
+    codes, outputs = launch_ranks(2, script, command(out, "--opt", opt, *FEW, "--micro-batch", micro), folder=tmp_path)
+    assert codes == [0, 0], outputs
+    one, two = load(alone(opt)), load(out)
+    assert_close(two, one)
+    for a, b in zip(rows(out), rows(alone(opt)), strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in a if a[k] is not None)
+    assert len(outputs[0].splitlines()) > 10 and outputs[1] == ""          # rank 0 alone speaks
+
+
+@pytest.mark.parametrize("opt", ["adamw", "soap"])
+def test_accumulation_equals_the_batch_at_once(tmp_path, alone, opt):
+    """Four micro-batches of 16 give the update of one batch of 64; a missing division by 4 shows in the loss and in the clipped norm."""
+    four = train(tmp_path / "four", "--opt", opt, *FEW, "--micro-batch", "16")
+    assert_close(four, load(alone(opt)))
+    assert [r.get("grad_norm") for r in rows(tmp_path / "four")] == [r.get("grad_norm") and pytest.approx(r["grad_norm"], rel=1e-3) for r in rows(alone(opt))]
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+def test_resume_on_another_number_of_processes(tmp_path, alone, before, after):
+    """A checkpoint does not know how many processes wrote it: 1 -> 2 and 2 -> 1 give the weights of one process throughout."""
+    argv = command(tmp_path / "run", "--opt", "soap", *FEW)
+    codes, outputs = launch_ranks(before, stop_at, 5, argv, folder=tmp_path)
+    assert codes == [0] * before, outputs
+    assert load(tmp_path / "run")["step"] == 4
+    codes, outputs = launch_ranks(after, script, argv, folder=tmp_path)
+    assert codes == [0] * after and "step 4" in outputs[0], outputs
+    assert_close(load(tmp_path / "run"), load(alone("soap")))
+    assert [r["step"] for r in rows(tmp_path / "run")] == [r["step"] for r in rows(alone("soap"))]
+
+
+def evaluate_to_file(out, path):
+    """The exact evaluation of a run's weights by as many processes as there are."""
+    args = train_vit.get_args(command(out, "--micro-batch", "50"))
+    world = runtime.start("cpu", 1)
+    images = data.load_images("digits8x8")
+    raw, _ = train_vit.build_model(args, images)
+    raw.load_state_dict(load(out)["model"])
+    result = train_vit.evaluate(raw, images, data.eval_transform(images, 8), args, world, torch.float32)
+    if world.main:
+        Path(path).write_text(json.dumps(result))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_evaluation_is_exact_on_any_number_of_processes(tmp_path, finished, n):
+    """355 images are shared evenly by neither 2 nor 3, nor cut evenly into 50s: top-1 and top-5 must still be the very fractions of a plain count."""
+    images = data.load_images("digits8x8")
+    assert len(images.val) % 2 and len(images.val) % 3
+    raw, _ = train_vit.build_model(train_vit.get_args(command(tmp_path)), images)
+    raw.load_state_dict(load(finished)["model"])
+    with torch.no_grad():
+        logits = raw.eval()(data.eval_transform(images, 8)(images.val.images)).double()
+    true = logits.gather(1, images.val.labels[:, None])
+    place = (logits > true).sum(1)                               # how many classes come before the right one
+    codes, outputs = launch_ranks(n, evaluate_to_file, finished, tmp_path / "result.json", folder=tmp_path)
+    assert codes == [0] * n, outputs
+    loss, top1, top5 = json.loads((tmp_path / "result.json").read_text())
+    assert top1 == 100 * (place < 1).sum().item() / 355 and top5 == 100 * (place < 5).sum().item() / 355
+    assert loss == pytest.approx((logits.logsumexp(1) - true[:, 0]).mean().item(), rel=1e-5)
+
+
+def test_torchrun(tmp_path):
+    """The command of the docstring under torchrun on CPUs: an ordinary run ends well; a bad one says one sentence although two processes met the fault."""
+    good = run_script(*command(tmp_path / "run", "--epochs", ".1"), nproc=2)
+    assert good.returncode == 0, good.stderr
+    assert "64 = 2 processes x 1 micro-steps x 32" in good.stdout and re.fullmatch(r"val top-1 \d+\.\d %", good.stdout.splitlines()[-1])
+    bad = run_script(*command(tmp_path / "none", "--data", tmp_path / "nowhere"), nproc=2)
+    assert bad.returncode != 0 and not (tmp_path / "none").exists()
+    said = [line for line in bad.stderr.splitlines() if line.startswith("error:")]
+    assert len(said) == 1 and "nowhere" in said[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compile
+
+COMPILER = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))), reason="torch.compile on a CPU needs a C++ compiler")
+
+
+@COMPILER
+def test_compile_changes_no_key_and_ema_still_moves(tmp_path):
+    """Plain, compiled, and compiled under two processes: the same keys everywhere in the checkpoint, no wrapper's prefix, and averaged weights that follow."""
+    flags = ["--depth", "1", "--epochs", ".14", "--ema", ".5", "--warmup", "0"]
+    plain = train(tmp_path / "plain", *flags)
+    codes, outputs = launch_ranks(1, script, command(tmp_path / "compiled", *flags, "--compile"), folder=tmp_path, timeout=240)
+    assert codes == [0], outputs
+    codes, outputs = launch_ranks(2, script, command(tmp_path / "both", *flags, "--compile"), folder=tmp_path, timeout=240)
+    assert codes == [0, 0], outputs
+    first = train_vit.build_model(train_vit.get_args(command(tmp_path, *flags)), data.load_images("digits8x8"))[0].state_dict()
+    for other in (load(tmp_path / "compiled"), load(tmp_path / "both")):
+        assert keys(other) == keys(plain)
+        assert not any(k.startswith(("_orig_mod.", "module.")) for k in other["model"])
+        assert_close(other, plain, tolerance=1e-3)
+        moved = [k for k in first if not torch.equal(first[k], other["ema"][k])]
+        assert set(moved) == set(first) and any(not torch.equal(other["model"][k], other["ema"][k]) for k in moved)
+    train(tmp_path / "compiled", *flags)                         # and a plain run goes on from a compiled one's checkpoint
+
+
+def keys(tree):
+    """Every path of a nested checkpoint."""
+    if isinstance(tree, dict):
+        return {f"{k}.{rest}" for k, v in tree.items() for rest in keys(v)}
+    if isinstance(tree, (list, tuple)):
+        return {f"{i}.{rest}" for i, v in enumerate(tree) for rest in keys(v)}
+    return {""}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a run leaves
+
+def test_what_a_run_leaves(finished):
+    """The four files; train and eval lines with the agreed keys; the configuration as JSON; a picture that is a PNG."""
+    assert sorted(contents(finished)) == ["args.json", "ckpt.pt", "curve.png", "log.jsonl"]
+    lines = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
+    train_lines, eval_lines = [r for r in lines if "loss" in r], [r for r in lines if "val_loss" in r]
+    assert len(train_lines) + len(eval_lines) == len(lines)
+    assert all({"step", "epoch", "loss", "lr", "grad_norm"} < r.keys() and len(r) == 6 for r in train_lines)
+    assert all(r.keys() == {"step", "val_loss", "val_top1", "val_top5"} for r in eval_lines)
+    assert [r["step"] for r in train_lines] == [10, 11, 20, 22] and [r["step"] for r in eval_lines] == [11, 22]
+    for r in train_lines:                                        # the line of step s tells of the update that made it: lr(s - 1)
+        assert r["lr"] == runtime.lr_at(r["step"] - 1, 22, 11, 1e-3) and r["epoch"] == r["step"] / 22
+    args = json.loads((finished / "args.json").read_text())
+    assert args["depth"] == 2 and args["lr"] == 1e-3 and args["data"] == "digits8x8" and args == load(finished)["args"]
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    with Image.open(finished / "curve.png") as picture:
+        assert picture.width > 600 and len(set(picture.convert("L").getdata())) > 10
+    saved = load(finished)
+    assert set(saved) == {"model", "ema", "optimizer", "step", "best", "rng", "args"}
+    assert not any(k.startswith(("_orig_mod.", "module.")) for k in [*saved["model"], *saved["ema"]])
+    assert saved["best"] == max(r["val_top1"] for r in eval_lines)
+
+
+def test_first_lines_say_what_runs(tmp_path, capsys):
+    """Configuration, revision, torch, device and why, parameters per group, preconditioned sides, batch and steps: before the first step."""
+    train(tmp_path / "run", "--epochs", ".1", "--opt", "soap", *SKIPLESS, "--micro-batch", "16")
+    printed = capsys.readouterr().out
+    head = printed[:printed.index("step      2")]
+    for words in ("opt=soap", torch.__version__, "asked for by --device", "torch.float32", "1442 training and 355 validation images", "221,184 parameters",
+                  "(288, 96): both sides", "64 = 1 processes x 4 micro-steps x 16", "2 steps, 22 per epoch", "skipless", "c 3"):
+        assert words in head, words
+    assert re.fullmatch(r"val top-1 \d+\.\d %", printed.splitlines()[-1])
+
+
+def test_skipless_initialisation_of_a_residual_net_runs(tmp_path):
+    """Init and shortcut are separate flags: the paper's table has this cell too. And the initialisation is applied: another start than the default's."""
+    flags = ["--epochs", ".05", "--lr", "1e-9"]
+    a, b = train(tmp_path / "a", *flags, "--init", "skipless"), train(tmp_path / "b", *flags)
+    assert not torch.allclose(a["model"]["blocks.0.attn.qkv.weight"], b["model"]["blocks.0.attn.qkv.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize("init", ["auto", "paper", "default"])
+def test_each_skipless_initialisation_runs(tmp_path, init):
+    train(tmp_path / "run", "--skipless", "--init", init, "--epochs", ".05")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bad input
+
+def sentence(capsys, argv):
+    """The one line that the script says on stderr when it refuses, after which it exits with code 2."""
+    with pytest.raises(SystemExit) as stop:
+        script([str(a) for a in argv])
+    lines = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def picture(path, content=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        Image.new("RGB", (8, 8), (200, 30, 30)).save(path)
+    else:
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--img-size", "8", "--patch-size", "3"], ["image size", "8", "patch size 3"]),
+    (["--micro-batch", "24"], ["--batch-size 64", "--micro-batch 24"]),
+    (["--batch-size", "2000"], ["--batch-size 2000", "1442"]),
+    ([*SKIPLESS, "--drop-path", ".1"], ["drop path"]),
+    (["--shortcut", "decayed", "--alpha-min", "0", "--drop-path", ".1"], ["drop path"]),
+    (["--alpha-min", ".5"], ["alpha_min", "residual"]),
+    (["--preset", "huge"], ["--preset", "huge", "laptop"]),
+    (["--learning-rate", "1"], ["--learning-rate"]),
+    (["--lr", "nan"], ["--lr"]), (["--lr", "-1"], ["--lr"]), (["--lr", "abc"], ["--lr", "abc"]), (["--lr", "0"], ["--lr"]), (["--lr", "inf"], ["--lr"]),
+    (["--epochs", "0"], ["--epochs"]), (["--depth", "0"], ["--depth"]), (["--seed", "9" * 30], ["--seed"]), (["--seed", "-1"], ["--seed"]),
+    (["--data", "nowhere/at/all"], ["--data", "nowhere/at/all"]), (["--data", ""], ["data"]),
+    (["--device", "tpu"], ["--device tpu"]),
+], ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "")
+def test_bad_flag(tmp_path, capsys, flags, words):
+    """Exit code 2, one sentence that names the flag and its value, and no folder left behind."""
+    said = sentence(capsys, command(tmp_path / "out", *flags))
+    assert all(w in said for w in words), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_from_the_shell(tmp_path):
+    """The same through a real process: exit code, and stderr holds nothing but the sentence."""
+    ran = run_script(*command(tmp_path / "out", "--data", tmp_path / "missing"))
+    assert ran.returncode == 2 and ran.stdout == ""
+    assert ran.stderr.count("\n") == 1 and ran.stderr.startswith("error: ") and "missing" in ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_absent_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--device cuda" in sentence(capsys, command(tmp_path / "out", "--device", "cuda"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_paper_preset_asks_for_data(tmp_path, capsys):
+    said = sentence(capsys, ["--preset", "paper", "--out", tmp_path / "out"])
+    assert "--preset paper" in said and "--data" in said and not (tmp_path / "out").exists()
+
+
+def test_wandb_without_the_package(tmp_path, capsys, monkeypatch):
+    """An optional package that is missing is found out before anything is written."""
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)          # makes the import fail even where it is installed
+    said = sentence(capsys, command(tmp_path / "out", "--wandb", "project"))
+    assert "--wandb" in said and "pip install wandb" in said and not (tmp_path / "out").exists()
+
+
+def test_out_below_a_file(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert f"--out {tmp_path / 'file' / 'out'}" in sentence(capsys, command(tmp_path / "file" / "out"))
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def folder(root, train=("a", "b"), val=("a", "b")):
+    for split, names in (("train", train), ("val", val)):
+        for name in names:
+            for i in range(4):
+                picture(root / split / name / f"{i}.png")
+    return root
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda root: root.mkdir(), ["photos", "train"]),
+    (lambda root: (root / "train").mkdir(parents=True), ["train", "class"]),
+    (lambda root: folder(root, val=()), ["val"]),
+    (lambda root: folder(root, val=("a", "zebra")), ["zebra", "val"]),
+    (lambda root: (folder(root), (root / "train" / "c").mkdir()), ["c'", "no images"]),
+], ids=["empty", "no class folders", "no val", "class in val only", "class without images"])
+def test_bad_folder(tmp_path, capsys, make, words):
+    """Faults of an image folder are found before anything is written, and named."""
+    make(tmp_path / "photos")
+    said = sentence(capsys, command(tmp_path / "out", "--data", tmp_path / "photos", "--batch-size", "4"))
+    assert all(w in said for w in words), said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("split, workers", [("train", 0), ("train", 1), ("val", 0)])
+@pytest.mark.parametrize("content", [b"no jpeg", b"", None], ids=["text", "empty", "cut"])
+def test_unreadable_image(tmp_path, capsys, split, workers, content):
+    """A damaged picture is named, whether this process or a worker reads it; nothing of it is saved as a checkpoint."""
+    if workers and content is not None:
+        pytest.skip("one content is enough for a worker, which takes seconds to start")
+    root, bad = folder(tmp_path / "photos"), tmp_path / "photos" / split / "a" / "broken.jpg"
+    if content is None:
+        Image.effect_noise((64, 64), 90).save(bad)
+        content = bad.read_bytes()[:600]
+    picture(bad, content)
+    said = sentence(capsys, command(tmp_path / "out", "--data", root, "--batch-size", "9", "--epochs", "1", "--workers", workers, "--micro-batch", "9"))
+    assert str(bad) in said and "\\n" not in said
+    assert not (tmp_path / "out" / "ckpt.pt").exists()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--depth", "3"], ["--depth 2", "--depth 3"]), (["--opt", "soap"], ["--opt adamw", "--opt soap"]), (["--seed", "1"], ["--seed 0", "--seed 1"]),
+    (["--patch-size", "2"], ["--patch-size 4", "--patch-size 2"]), (["--init", "paper"], ["--init auto", "--init paper"]),
+    (["--shortcut", "skipless"], ["--shortcut residual", "--shortcut skipless"]),
+    (["--data", "mnist5k", "--batch-size", "50", "--size", "tiny"], ["--size nano", "--size tiny"]),
+    (["--lr", ".5"], ["finished", "--lr", "0.001", "0.5"])], ids=lambda value: value[0])
+def test_checkpoint_of_another_run(copied, capsys, flags, words):
+    """Another architecture, optimizer or seed, and another lr for a run that is over, are refused with both values; the run's files stay as they are."""
+    before = contents(copied)
+    said = sentence(capsys, command(copied, "--epochs", "1", "--ema", ".9", "--log-every", "10", "--eval-every", "11", *flags))
+    assert all(w in said for w in words) and "ckpt.pt" in said and "--fresh" in said, said
+    assert contents(copied) == before
+
+
+def test_corrupted_checkpoint(copied, capsys):
+    (copied / "ckpt.pt").write_bytes((copied / "ckpt.pt").read_bytes()[:5000])
+    before = contents(copied)
+    said = sentence(capsys, command(copied, "--epochs", "1"))
+    assert str(copied / "ckpt.pt") in said and "--fresh" in said
+    assert contents(copied) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# non-finite loss
+
+@pytest.mark.parametrize("n, opt", [(1, "soap"), (1, "adamw"), (2, "adamw")])
+def test_divergence_stops_all_processes(tmp_path, n, opt):
+    """A learning rate of 1e30: exit code 2 and a sentence with step, lr and gradient norm; with two processes neither hangs; what was saved before is finite."""
+    codes, outputs = launch_ranks(n, script, command(tmp_path / "run", "--opt", opt, "--lr", "1e30", "--warmup", "0", "--save-every", "1"), folder=tmp_path, timeout=60)
+    assert codes[0] == 2 and all(code in (2, -signal.SIGKILL) for code in codes)
+    said = re.findall(r"^error: .*", outputs[0], re.MULTILINE)
+    assert len(said) == 1
+    step = int(re.search(r"not finite at step (\d+)", said[0])[1])
+    assert 1 <= step <= 3 and f"lr {runtime.lr_at(step, 220, 0, 1e30):.3g}" in said[0] and "gradient norm" in said[0]
+    assert load(tmp_path / "run")["step"] == step                # the updates before the bad one
+    assert all(math.isfinite(r["loss"]) for r in rows(tmp_path / "run") if "loss" in r)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# learning
+
+def test_it_learns_and_the_shortcut_matters(tmp_path):
+    """Two blocks on 8 x 8 digits, three epochs: the residual net is far above chance (10 %), and the net without residuals,
+    which has no special initialisation and plain AdamW, is clearly behind: the effect that the paper removes."""
+    train(tmp_path / "residual", "--epochs", "3")
+    train(tmp_path / "skipless", "--epochs", "3", "--skipless", "--init", "default")
+    residual, skipless = (rows(tmp_path / name)[-1]["val_top1"] for name in ("residual", "skipless"))
+    assert residual > 80
+    assert skipless < residual - 15
