@@ -7,7 +7,6 @@
 Two rules make every run repeatable, whatever its number of processes, micro-batches or workers, and however often it resumes:
 the batch of a step is a function of (seed, step), and the augmentation of a sample is a function of (seed, epoch, sample).
 """
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, default_convert
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from runtime import BadInput
+from runtime import BadInput, mix_seed
 
 ROOT = Path(__file__).resolve().parent / "data"        # not the working directory: scripts may be started from anywhere
 NAMES = ("mnist5k", "digits8x8", "emoji", "cifar10", "cifar100")
@@ -208,7 +207,7 @@ def split_by_class(labels, fraction, seed=None, copies=1):
     """
     units = labels[::copies]
     held = torch.zeros(len(units), dtype=torch.bool)
-    generator = torch.Generator().manual_seed(seed_from("split", seed))
+    generator = torch.Generator().manual_seed(mix_seed("split", seed))
     for label in units.unique():
         members = (units == label).nonzero().flatten()
         if seed is not None:
@@ -296,14 +295,9 @@ def mixer(num_classes, mixup=0.0, cutmix=0.0):
 
 
 # ----------------------------------------------------------------------------------------------------------------- batches
-def seed_from(*parts):
-    """A 32-bit seed from the parts. A hash, so that no sum of seed, epoch and index ever meets another's."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")   # torch's generator uses 32 bits
-
-
 def epoch_order(n, seed, epoch):
     """The permutation of range(n) in which epoch `epoch` visits the samples: int64 (n,)."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed_from("order", seed, epoch)))
+    return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed("order", seed, epoch)))
 
 
 def steps_per_epoch(n, batch_size):
@@ -337,7 +331,7 @@ class Batches(Dataset):
             for position in positions:
                 epoch, index = divmod(position, len(self))
                 image, label = self.dataset[index]
-                torch.default_generator.manual_seed(seed_from("augment", self.seed, epoch, index))
+                torch.default_generator.manual_seed(mix_seed("augment", self.seed, epoch, index))
                 images.append(self.transform(image))
                 labels.append(label)
         return torch.stack(images), torch.tensor(labels)

@@ -137,9 +137,8 @@ def all_sum(values, world):
 
 
 def mix_seed(*parts):
-    """One 63-bit seed from integers and strings. Sums such as seed + rank collide between runs; a hash does not."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    """A seed from integers and strings: sums such as seed + rank collide between runs, a hash does not. 32 bits are all that torch's CPU generator uses."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
 
 
 def lr_at(step, total, warmup, peak, floor=0.0):

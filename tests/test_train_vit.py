@@ -1,5 +1,6 @@
 """train_vit.py as people use it: killed and resumed, on one process and on two, compiled, with wrong input, and learning."""
 import contextlib
+import functools
 import json
 import math
 import os
@@ -93,15 +94,15 @@ def assert_same_run(a, b):
     assert rows(a) == rows(b)
 
 
-def assert_close(a, b, tolerance=1e-5):
+def assert_close(a, b, tolerance, but_key_bias=False):
     """Weights equal up to the order of summation: the difference relative to the size of each tensor.
 
-    The key third of the qkv bias is left out: softmax does not see it, its gradient is rounding noise alone, and Adam scales noise up to full steps.
+    but_key_bias leaves out the key third of the qkv bias. Softmax does not see it, so its gradient is rounding noise alone, which Adam scales up to full steps.
     """
     assert a["model"].keys() == b["model"].keys()
     for key, x in a["model"].items():
         y = b["model"][key]
-        if key.endswith("qkv.bias"):
+        if but_key_bias and key.endswith("qkv.bias"):
             x, y = (torch.cat([t.chunk(3)[0], t.chunk(3)[2]]) for t in (x, y))
         assert (x - y).norm() <= tolerance * max(y.norm().item(), 1e-2), f"{key}: {(x - y).norm() / y.norm():.1e}"
 
@@ -224,53 +225,75 @@ def test_spelling_out_a_default_is_the_same_run(tmp_path):
 FEW = ["--epochs", ".4", "--warmup", "0", "--log-every", "1", "--save-every", "4"]
 
 
+def wide(argv, last=None):
+    """The run of argv with the model in float64, cut off in step `last` if that is given.
+
+    In float32 two orders of summation cannot be compared after an optimizer that normalises: where a gradient is zero in truth (SOAP: the whole null
+    space of a gradient matrix) it is rounding noise, and noise / (|noise| + eps) is a full step. In float64 the noise lies far below eps.
+    """
+    build = train_vit.build_model
+
+    def build_wide(args, images):
+        raw, line = build(args, images)
+        raw.double().register_forward_pre_hook(lambda module, x: (x[0].double(),))
+        return raw, line
+
+    train_vit.build_model = build_wide
+    runtime.run(lambda: stop_at(last, argv))
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The folders of runs by one process with the whole batch at once, by optimizer."""
+    """The folder of a run by one process with the whole batch at once, in float64, by optimizer."""
     made = {}
 
     def get(opt):
         if opt not in made:
-            made[opt] = tmp_path_factory.mktemp("alone") / opt
-            train(made[opt], "--opt", opt, *FEW)
+            folder = tmp_path_factory.mktemp("alone")
+            codes, outputs = launch_ranks(1, wide, command(folder / "run", "--opt", opt, *FEW), folder=folder)
+            assert codes == [0], outputs
+            made[opt] = folder / "run"
         return made[opt]
     return get
 
 
+def assert_equal_runs(out, reference):
+    """The same lines in the log and the same weights, to 1e-7."""
+    for a, b in zip(rows(out), rows(reference), strict=True):
+        assert a == {k: pytest.approx(v, rel=1e-5, abs=1e-9) for k, v in b.items()}
+    assert load(out)["model"]["head.weight"].dtype == torch.float64
+    assert_close(load(out), load(reference), tolerance=1e-7)
+
+
 @pytest.mark.parametrize("opt", ["adamw", "soap"])
-@pytest.mark.parametrize("micro", [32, 16])
-def test_two_processes_equal_one(tmp_path, alone, opt, micro):
-    """Same global batch on two processes, at once and in two micro-batches each: the same weights and losses as one process with the whole batch."""
-    out = tmp_path / "two"
-    codes, outputs = launch_ranks(2, script, command(out, "--opt", opt, *FEW, "--micro-batch", micro), folder=tmp_path)
+@pytest.mark.parametrize("n, micro", [(1, 16), (2, 32), (2, 16)])
+def test_processes_and_micro_batches_do_not_matter(tmp_path, alone, opt, n, micro):
+    """The same global batch in four micro-batches, on two processes, and on two processes with two micro-batches each: always the weights, losses and
+    gradient norms of one process with the whole batch. A missing division, a gradient exchanged once too often or a shared-out batch that overlaps shows."""
+    codes, outputs = launch_ranks(n, wide, command(tmp_path / "run", "--opt", opt, *FEW, "--micro-batch", micro), folder=tmp_path)
+    assert codes == [0] * n, outputs
+    assert_equal_runs(tmp_path / "run", alone(opt))
+    assert outputs[1:] in ([], [""])                             # rank 0 alone speaks
+
+
+def test_two_processes_equal_one_in_float32(tmp_path):
+    """The run as it is shipped, with AdamW: equal to the order of summation in float32."""
+    one = train(tmp_path / "one", *FEW)
+    codes, outputs = launch_ranks(2, script, command(tmp_path / "two", *FEW, "--micro-batch", "16"), folder=tmp_path)
     assert codes == [0, 0], outputs
-    one, two = load(alone(opt)), load(out)
-    assert_close(two, one)
-    for a, b in zip(rows(out), rows(alone(opt)), strict=True):
-        assert a.keys() == b.keys()
-        assert all(a[k] == pytest.approx(b[k], rel=1e-4) for k in a if a[k] is not None)
-    assert len(outputs[0].splitlines()) > 10 and outputs[1] == ""          # rank 0 alone speaks
-
-
-@pytest.mark.parametrize("opt", ["adamw", "soap"])
-def test_accumulation_equals_the_batch_at_once(tmp_path, alone, opt):
-    """Four micro-batches of 16 give the update of one batch of 64; a missing division by 4 shows in the loss and in the clipped norm."""
-    four = train(tmp_path / "four", "--opt", opt, *FEW, "--micro-batch", "16")
-    assert_close(four, load(alone(opt)))
-    assert [r.get("grad_norm") for r in rows(tmp_path / "four")] == [r.get("grad_norm") and pytest.approx(r["grad_norm"], rel=1e-3) for r in rows(alone(opt))]
+    assert_close(load(tmp_path / "two"), one, tolerance=3e-5, but_key_bias=True)
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
 def test_resume_on_another_number_of_processes(tmp_path, alone, before, after):
-    """A checkpoint does not know how many processes wrote it: 1 -> 2 and 2 -> 1 give the weights of one process throughout."""
+    """A checkpoint does not know how many processes wrote it: 1 -> 2 and 2 -> 1 give the weights and the log of one process throughout."""
     argv = command(tmp_path / "run", "--opt", "soap", *FEW)
-    codes, outputs = launch_ranks(before, stop_at, 5, argv, folder=tmp_path)
+    codes, outputs = launch_ranks(before, wide, argv, 5, folder=tmp_path)
     assert codes == [0] * before, outputs
     assert load(tmp_path / "run")["step"] == 4
-    codes, outputs = launch_ranks(after, script, argv, folder=tmp_path)
+    codes, outputs = launch_ranks(after, wide, argv, folder=tmp_path)
     assert codes == [0] * after and "step 4" in outputs[0], outputs
-    assert_close(load(tmp_path / "run"), load(alone("soap")))
-    assert [r["step"] for r in rows(tmp_path / "run")] == [r["step"] for r in rows(alone("soap"))]
+    assert_equal_runs(tmp_path / "run", alone("soap"))
 
 
 def evaluate_to_file(out, path):
@@ -320,6 +343,12 @@ def test_torchrun(tmp_path):
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++", "cl"))), reason="torch.compile on a CPU needs a C++ compiler")
 
 
+def wrapped_only(argv):
+    """torch.compile with all its wrapping and tracing, without the minute that C++ takes in two processes."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    script(argv)
+
+
 @COMPILER
 def test_compile_changes_no_key_and_ema_still_moves(tmp_path):
     """Plain, compiled, and compiled under two processes: the same keys everywhere in the checkpoint, no wrapper's prefix, and averaged weights that follow."""
@@ -327,13 +356,13 @@ def test_compile_changes_no_key_and_ema_still_moves(tmp_path):
     plain = train(tmp_path / "plain", *flags)
     codes, outputs = launch_ranks(1, script, command(tmp_path / "compiled", *flags, "--compile"), folder=tmp_path, timeout=240)
     assert codes == [0], outputs
-    codes, outputs = launch_ranks(2, script, command(tmp_path / "both", *flags, "--compile"), folder=tmp_path, timeout=240)
+    codes, outputs = launch_ranks(2, wrapped_only, command(tmp_path / "both", *flags, "--compile"), folder=tmp_path)
     assert codes == [0, 0], outputs
     first = train_vit.build_model(train_vit.get_args(command(tmp_path, *flags)), data.load_images("digits8x8"))[0].state_dict()
     for other in (load(tmp_path / "compiled"), load(tmp_path / "both")):
         assert keys(other) == keys(plain)
         assert not any(k.startswith(("_orig_mod.", "module.")) for k in other["model"])
-        assert_close(other, plain, tolerance=1e-3)
+        assert_close(other, plain, tolerance=1e-3, but_key_bias=True)
         moved = [k for k in first if not torch.equal(first[k], other["ema"][k])]
         assert set(moved) == set(first) and any(not torch.equal(other["model"][k], other["ema"][k]) for k in moved)
     train(tmp_path / "compiled", *flags)                         # and a plain run goes on from a compiled one's checkpoint
@@ -366,7 +395,7 @@ def test_what_a_run_leaves(finished):
     assert args["depth"] == 2 and args["lr"] == 1e-3 and args["data"] == "digits8x8" and args == load(finished)["args"]
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     with Image.open(finished / "curve.png") as picture:
-        assert picture.width > 600 and len(set(picture.convert("L").getdata())) > 10
+        assert picture.width > 600 and len(picture.convert("L").getcolors()) > 10
     saved = load(finished)
     assert set(saved) == {"model", "ema", "optimizer", "step", "best", "rng", "args"}
     assert not any(k.startswith(("_orig_mod.", "module.")) for k in [*saved["model"], *saved["ema"]])
@@ -504,7 +533,7 @@ def test_unreadable_image(tmp_path, capsys, split, workers, content):
         Image.effect_noise((64, 64), 90).save(bad)
         content = bad.read_bytes()[:600]
     picture(bad, content)
-    said = sentence(capsys, command(tmp_path / "out", "--data", root, "--batch-size", "9", "--epochs", "1", "--workers", workers, "--micro-batch", "9"))
+    said = sentence(capsys, command(tmp_path / "out", "--data", root, "--batch-size", "8", "--epochs", "1", "--workers", workers))
     assert str(bad) in said and "\\n" not in said
     assert not (tmp_path / "out" / "ckpt.pt").exists()
 
@@ -512,7 +541,7 @@ def test_unreadable_image(tmp_path, capsys, split, workers, content):
 @pytest.mark.parametrize("flags, words", [
     (["--depth", "3"], ["--depth 2", "--depth 3"]), (["--opt", "soap"], ["--opt adamw", "--opt soap"]), (["--seed", "1"], ["--seed 0", "--seed 1"]),
     (["--patch-size", "2"], ["--patch-size 4", "--patch-size 2"]), (["--init", "paper"], ["--init auto", "--init paper"]),
-    (["--shortcut", "skipless"], ["--shortcut residual", "--shortcut skipless"]),
+    (["--skipless", "--init", "default"], ["--init auto", "--init default"]), (["--shortcut", "decayed"], ["--shortcut residual", "--shortcut decayed"]),
     (["--data", "mnist5k", "--batch-size", "50", "--size", "tiny"], ["--size nano", "--size tiny"]),
     (["--lr", ".5"], ["finished", "--lr", "0.001", "0.5"])], ids=lambda value: value[0])
 def test_checkpoint_of_another_run(copied, capsys, flags, words):
@@ -551,10 +580,10 @@ def test_divergence_stops_all_processes(tmp_path, n, opt):
 # learning
 
 def test_it_learns_and_the_shortcut_matters(tmp_path):
-    """Two blocks on 8 x 8 digits, three epochs: the residual net is far above chance (10 %), and the net without residuals,
-    which has no special initialisation and plain AdamW, is clearly behind: the effect that the paper removes."""
-    train(tmp_path / "residual", "--epochs", "3")
-    train(tmp_path / "skipless", "--epochs", "3", "--skipless", "--init", "default")
+    """Twelve blocks on 8 x 8 digits, two epochs: the usual ViT reaches 87 %, and the net without residuals, which has no special
+    initialisation and plain AdamW, 18 % (chance is 10): the gap that the paper closes."""
+    train(tmp_path / "residual", "--depth", "12", "--epochs", "2")
+    train(tmp_path / "skipless", "--depth", "12", "--epochs", "2", "--skipless", "--init", "default")
     residual, skipless = (rows(tmp_path / name)[-1]["val_top1"] for name in ("residual", "skipless"))
     assert residual > 80
-    assert skipless < residual - 15
+    assert skipless < 40

@@ -1,0 +1,208 @@
+"""The papers' claims at laptop scale: runs the train scripts as a person would, through their command lines, and keeps what they print.
+
+    python reproduce.py table1               paper 1, Table 1: shortcut x init x optimizer, lr search and 3 seeds (about 1 h on two cores)
+    python reproduce.py table1 --list        the runs, and which are finished
+
+Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
+and the figure (results/<claim>.png) are drawn from that file alone.
+"""
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from tqdm import tqdm
+
+import runtime
+
+HERE = Path(__file__).resolve().parent
+
+# One entry per cell: label, flags, the paper's number. `lrs` is where the search starts; it moves on while the best lies at an end.
+ADAMW, SOAP = dict(opt="adamw", lrs=[3e-4, 1e-3, 3e-3]), dict(opt="soap", lrs=[1e-3, 3e-3, 1e-2])
+CLAIMS = {
+    "table1": dict(
+        title="Paper 1, Table 1: supervised ViT, top-1 %",
+        script="train_vit.py", metric="val_top1", search="--holdout 0.2 --epochs 5",
+        cells=[
+            dict(name="residual, default init, AdamW", flags="--shortcut residual --init default", paper=80.3, **ADAMW),
+            dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=80.1, **SOAP),
+            dict(name="residual, paper init, AdamW", flags="--shortcut residual --init paper", paper=None, **ADAMW),
+            dict(name="residual, paper init, SOAP", flags="--shortcut residual --init paper", paper=None, **SOAP),
+            dict(name="skipless, default init, AdamW", flags="--shortcut skipless --init default", paper=61.4, **ADAMW),
+            dict(name="skipless, default init, SOAP", flags="--shortcut skipless --init default", paper=77.0, **SOAP),
+            dict(name="skipless, paper init, AdamW", flags="--shortcut skipless --init paper", paper=78.1, **ADAMW),
+            dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=80.8, **SOAP),
+            dict(name="skipless, auto init, AdamW", flags="--shortcut skipless --init auto", paper=None, **ADAMW),
+            dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
+            dict(name="skipless, ViT-B's constants (2, .6, 3), SOAP", flags="--shortcut skipless --init skipless --alpha 2 --beta 0.6 --c 3", paper=None, **SOAP),
+        ]),
+}
+
+
+def command(claim, cell, lr, seed, extra=""):
+    return f"{claim['script']} {cell['flags']} --opt {cell['opt']} --lr {lr:g} --seed {seed} {extra}".strip()
+
+
+def run(command_line):
+    """Run one command on one thread in a folder of its own; return its measurements. Raises RuntimeError with the script's own words."""
+    with tempfile.TemporaryDirectory() as out:
+        done = subprocess.run([sys.executable, *command_line.split(), "--threads", "1", "--out", out], cwd=HERE, capture_output=True, text=True,
+                              env=dict(os.environ, OMP_NUM_THREADS="1"))
+        log = Path(out, "log.jsonl")
+        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    record = dict(command=f"python {command_line}", date=datetime.date.today().isoformat(), revision=runtime.git_revision())
+    if done.returncode == 2 and "not finite" in done.stderr:      # an lr too high is an answer, not a fault
+        return dict(record, diverged=done.stderr.strip(), val_top1=[])
+    if done.returncode:
+        raise RuntimeError(f"{command_line}\n{done.stderr}")
+    values = [r for r in rows if "val_loss" in r]
+    return dict(record, val_top1=[r["val_top1"] for r in values], val_loss=[r["val_loss"] for r in values],
+                loss=[r["loss"] for r in rows if "loss" in r][-1], model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
+
+
+def hardware():
+    """What a reader needs to compare times and rounding."""
+    import torch
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        name = next((l.split(":")[1].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if l.startswith("model name")), name)
+    return f"{os.cpu_count()} CPU cores ({name}), one thread per run, torch {torch.__version__}"
+
+
+class Results:
+    """results/<claim>.json: {"runs": {key: record}, ...}, written after every run."""
+
+    def __init__(self, path):
+        self.path = path
+        self.data = json.loads(path.read_text()) if path.exists() else dict(runs={})
+        self.data["hardware"] = hardware()
+
+    def put(self, key, record):
+        self.data["runs"][key] = record
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.data, indent=1, sort_keys=True) + "\n")
+        os.replace(temporary, self.path)
+
+    def final(self, key):
+        """Last-epoch value of a run; -1 for a run that diverged, None for one not yet made."""
+        record = self.data["runs"].get(key)
+        return None if record is None else (record["val_top1"] or [-1.0])[-1]
+
+
+def search_key(cell, lr):
+    return f"search | {cell['name']} | lr {lr:g}"
+
+
+def final_key(cell, seed):
+    return f"final | {cell['name']} | seed {seed}"
+
+
+def best_lr(cell, results):
+    """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end."""
+    lrs = list(cell["lrs"])
+    while True:
+        missing = [lr for lr in lrs if results.final(search_key(cell, lr)) is None]
+        if missing:
+            return None, missing
+        best = max(lrs, key=lambda lr: results.final(search_key(cell, lr)))
+        score = results.final(search_key(cell, best))
+        if len(lrs) >= 5 or lrs[0] < best < lrs[-1] or score < 15:      # near chance there is nothing to follow
+            return best, []
+        step = lrs[1] / lrs[0]
+        lrs = [float(f"{lrs[0] / step:.1g}"), *lrs] if best == lrs[0] else [*lrs, float(f"{lrs[-1] * step:.1g}")]
+
+
+def pending(claim, results, seeds):
+    """The runs that can be made now: [(key, command)]. Searches first; a cell's final runs follow once its lr is known."""
+    jobs = []
+    for cell in claim["cells"]:
+        lr, missing = best_lr(cell, results)
+        jobs += [(search_key(cell, m), command(claim, cell, m, 1000, claim["search"])) for m in missing]
+        if lr is not None:
+            jobs += [(final_key(cell, s), command(claim, cell, lr, s)) for s in range(seeds) if results.final(final_key(cell, s)) is None]
+    return sorted(jobs, key=lambda job: job[0].startswith("final"))
+
+
+def table(claim, results, seeds):
+    """The Markdown table, from the recorded runs alone."""
+    lines = ["| cell | paper | ours, mean ± std | seeds | lr |", "|---|---|---|---|---|"]
+    for cell in claim["cells"]:
+        values = [v for s in range(seeds) if (v := results.final(final_key(cell, s))) is not None]
+        if values:
+            std = statistics.stdev(values) if len(values) > 1 else float("nan")
+            lr, _ = best_lr(cell, results)
+            lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {statistics.mean(values):.1f} ± {std:.1f} | {len(values)} | {lr:g} |")
+    return "\n".join(lines) + "\n"
+
+
+def figure(claim, results, seeds, path):
+    """Validation curves, mean over seeds with the range shaded; one panel per optimizer."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    optimizers = list(dict.fromkeys(cell["opt"] for cell in claim["cells"]))
+    fig, axes = plt.subplots(1, len(optimizers), figsize=(9.5, 3.8), sharey=True, constrained_layout=True)
+    styles = {"residual, default": ("0.45", "-"), "residual, paper": ("0.45", ":"), "skipless, default": ("tab:red", "-"), "skipless, paper": ("tab:blue", "-"),
+              "skipless, auto": ("tab:green", "-"), "skipless, ViT-B": ("tab:blue", ":")}
+    for axis, opt in zip(axes, optimizers):
+        for cell in claim["cells"]:
+            runs = [results.data["runs"].get(final_key(cell, s), {}).get("val_top1", []) for s in range(seeds)]
+            runs = [r for r in runs if r]
+            if cell["opt"] == opt and runs:
+                label = cell["name"].rsplit(",", 1)[0]
+                color, line = next(v for k, v in styles.items() if label.startswith(k))
+                epochs = range(1, len(runs[0]) + 1)
+                axis.plot(epochs, [statistics.mean(v) for v in zip(*runs)], line, color=color, label=label)
+                axis.fill_between(epochs, [min(v) for v in zip(*runs)], [max(v) for v in zip(*runs)], color=color, alpha=.15, lw=0)
+        axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP"}[opt], ylim=(0, 100))
+        axis.grid(alpha=.3)
+        axis.legend(frameon=False, fontsize=7, loc="lower right")
+    axes[0].set_ylabel("validation top-1, %")
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
+def main(argv=None):
+    parser = runtime.Parser(description=__doc__)
+    parser.add_argument("claim", choices=list(CLAIMS), help="which claim")
+    parser.add_argument("--seeds", type=runtime.number(int, low=1), default=3, help="final runs per cell")
+    parser.add_argument("--jobs", type=runtime.number(int, low=1), default=os.cpu_count(), help="runs at a time, one thread each")
+    parser.add_argument("--list", action="store_true", help="show the runs that remain and stop")
+    parser.add_argument("--only", default="", help="only the cells whose name contains this text")
+    parser.add_argument("--results", default=str(HERE / "results"), help="folder for the JSON, the table and the figure")
+    args = parser.parse_args(argv)
+    claim = dict(CLAIMS[args.claim], cells=[c for c in CLAIMS[args.claim]["cells"] if args.only in c["name"]])
+    folder = Path(args.results)
+    results = Results(folder / f"{args.claim}.json")
+    if args.list:
+        jobs = pending(claim, results, args.seeds)
+        print("\n".join(f"python {line}" for _, line in jobs) or "nothing remains")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(args.jobs) as pool, tqdm(unit="run", desc=args.claim) as bar:
+        running = {}
+        while True:
+            for key, line in pending(claim, results, args.seeds):
+                if key not in running.values() and len(running) < args.jobs:
+                    running[pool.submit(run, line)] = key
+            if not running:
+                break
+            done = next(as_completed(running))
+            key = running.pop(done)
+            results.put(key, done.result())
+            bar.update()
+            tqdm.write(f"{key}: {results.final(key):.1f}")
+    text = table(claim, results, args.seeds)
+    (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n{results.data['hardware']}\n")
+    figure(claim, results, args.seeds, folder / f"{args.claim}.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    runtime.run(main)
