@@ -270,9 +270,7 @@ def check_finite(window, world):
     window: list of (step, lr, loss, grad_norm) since the last check, tensors still on the device: one synchronisation
     for the whole window instead of one a step. Returns (mean loss over window and ranks, last gradient norm).
     """
-    losses, norms = torch.stack([w[2] for w in window]).double(), torch.stack([w[3] for w in window]).double()
-    values = all_sum([*losses, *norms], world)
-    mean = [v / world.size for v in values]
+    mean = [v / world.size for v in all_sum([w[2] for w in window] + [w[3] for w in window], world)]
     losses, norms = mean[:len(window)], mean[len(window):]
     for (step, lr, _, _), loss, norm in zip(window, losses, norms):
         if not (math.isfinite(loss) and math.isfinite(norm)):

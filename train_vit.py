@@ -30,14 +30,14 @@ from runtime import BadInput
 PRESETS = {
     # minutes on two cores
     "laptop": dict(
-        data="mnist5k", size="nano", img_size=28, patch_size=7, pool="token", epochs=10, batch_size=100, warmup=0.5,
+        data="mnist5k", size="nano", img_size=28, patch_size=7, pool="token", epochs=10, batch_size=100, warmup=0.5, skipless_init="auto",
         lr=dict(adamw=1e-3, soap=3e-3, **{"kl-shampoo": 1e-3, "muon": 1e-3}), weight_decay=0.05, clip=1.0, precondition_frequency=10,
         augment="none", mixup=0.0, cutmix=0.0, label_smoothing=0.0),
     # ViT-B/16, ImageNet-1k. The paper states: 300 epochs, no drop path without residuals, SOAP or AdamW. Assumed, as the paper's page does not say:
     # batch 1024, cosine with 5 warm-up epochs and lr 1e-3 (DeiT); weight decay .3, mixup .8, cutmix 1, smoothing .1 (a third party's account
     # of the paper); RandAugment 2/9, random erasing .25, clip 1 (DeiT, timm); SOAP frequency 10 and its reference's betas (.95, .95).
     "paper": dict(
-        data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0,
+        data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper",
         lr=dict(adamw=1e-3, soap=1e-3, **{"kl-shampoo": 5e-4, "muon": 1e-3}), weight_decay=0.3, clip=1.0, precondition_frequency=10,
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1),
 }
@@ -67,9 +67,9 @@ def get_args(argv=None):
     add("--drop-path", type=number(float, low=0, high=1), default=0.0, help="stochastic depth of the last block; residual only")
 
     add = parser.add_argument_group("initialisation").add_argument
-    add("--init", choices=["auto", "default", "paper", "skipless"], default="auto",
-        help="auto: constants chosen for this head size, token count and depth when skipless, else default; paper: the paper's constants; "
-             "skipless: --alpha --beta --c")
+    add("--init", choices=["auto", "default", "paper", "skipless"], default=None,
+        help="auto: if skipless, constants chosen for this head size, token count and depth, else default; paper: the paper's constants; "
+             f"skipless: --alpha --beta --c; None: default with residuals, {PRESETS[preset]['skipless_init']} without")
     add("--alpha", type=number(float, low=0), default=1.0, help="random part of W_Q W_K^T, for --init skipless")
     add("--beta", type=number(float, low=0), default=2.0, help="identity part of W_Q W_K^T, for --init skipless")
     add("--c", type=number(float, above=0), default=3.0, help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless")
@@ -97,12 +97,14 @@ def get_args(argv=None):
     add("--label-smoothing", type=number(float, low=0, high=1), help="share of the target spread over all classes")
     runtime.add_run_flags(parser)
 
-    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k != "lr"})
+    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "skipless_init")})
     args = parser.parse_args(argv)
     if args.data is None:
         raise BadInput(f"--preset {preset} needs --data: a folder with train/<class>/ and val/<class>/")
     if args.lr is None:
         args.lr = PRESETS[preset]["lr"][args.opt]
+    if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
+        args.init = PRESETS[preset]["skipless_init"] if args.shortcut == "skipless" else "default"
     if args.out is None:
         depth = f"-depth{args.depth}" if args.depth else ""
         args.out = f"out/vit-{args.size}{depth}-{args.shortcut}-{args.init}-{args.opt}-seed{args.seed}"
@@ -117,16 +119,18 @@ def build_model(args, images):
     try:
         raw = ViT(img_size=args.img_size, patch_size=args.patch_size, in_chans=images.in_chans, num_classes=len(images.classes), shortcut=args.shortcut,
                   alpha_min=args.alpha_min, temperature_beta=args.temperature_beta, drop_path=args.drop_path, pool=args.pool, **size)
+        if args.init == "default":
+            return raw, "default: truncated normal, std .02"
+        if args.init == "auto":
+            constants = init.choose_constants(size["embed_dim"], size["num_heads"], raw.pos_embed.shape[1], size["depth"])
+        elif args.init == "paper":
+            constants = init.PAPER_CONSTANTS[args.size]
+        else:
+            constants = dict(alpha=args.alpha, beta=args.beta, c=args.c, cancel_mean=args.cancel_mean, mlp_gain=args.mlp_gain)
     except ValueError as error:                                  # the model's own sentence on a size that does not fit
         raise BadInput(str(error)) from error
-    kind = args.init if args.init != "auto" or args.shortcut == "skipless" else "default"
-    if kind == "default":
-        return raw, "default: truncated normal, std .02"
-    constants = {"auto": lambda: init.choose_constants(size["embed_dim"], size["num_heads"], raw.pos_embed.shape[1], size["depth"]),
-                 "paper": lambda: init.PAPER_CONSTANTS.get(args.size, init.PAPER_CONSTANTS["base"]),
-                 "skipless": lambda: dict(alpha=args.alpha, beta=args.beta, c=args.c, cancel_mean=args.cancel_mean, mlp_gain=args.mlp_gain)}[kind]()
     init.init_skipless_vit(raw, **constants)
-    return raw, f"{kind}: " + ", ".join(f"{k} {v:.3g}" for k, v in constants.items())
+    return raw, f"{args.init}: " + ", ".join(f"{k} {v:.3g}" for k, v in constants.items())
 
 
 @torch.no_grad()

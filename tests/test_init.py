@@ -238,3 +238,78 @@ def test_measure_shows_the_papers_propositions():
     assert both["kappa_B"] < both["kappa_K"] < 30 * both["kappa_B"]
     assert default["kappa_K_plus_I"] < 1.5                          # what a residual connection does
     assert tables["default"][1]["cosine"] > 0.99 > 0.3 > tables["both"][1]["cosine"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# forecast and choice of constants
+
+def real_net(size, tokens, constants, depth, seed=0):
+    """Mean attention diagonal and token cosine, block by block, of a real skipless net on Gaussian tokens: what `forecast` must predict."""
+    torch.manual_seed(seed)
+    net = ViT(3, 1, 3, 0, **dict(SIZES[size], depth=depth), shortcut="skipless")
+    init.init_skipless_vit(net, **constants)
+    x, diagonal, cosine = torch.randn(4, tokens, SIZES[size]["embed_dim"]), [], []
+    with torch.no_grad():
+        for block in net.blocks:
+            diagonal.append(block.attn.matrix(block.norm1(x)).diagonal(dim1=-2, dim2=-1).mean().item())
+            x = block(x)
+            cosine.append(init.token_cosine(x).item())
+    return np.array(diagonal), np.array(cosine)
+
+
+@pytest.mark.parametrize("alpha, beta, cancel, gain", [(1, 2, 0, 1), (1, 2, 0.5, 1), (1, 2, 1, 1), (1.8, 1, 0, 1), (2, 0.6, 0, 1), (1, 2, 0, 0.3)])
+@pytest.mark.parametrize("size, tokens", [("nano", 17), ("nano", 65)])
+def test_forecast_predicts_real_nets(size, tokens, alpha, beta, cancel, gain):
+    kind = SIZES[size]
+    statistics = init.qk_statistics(alpha, beta, kind["embed_dim"], kind["num_heads"])
+    diagonal, cosine = (np.array(v) for v in init.forecast(*statistics, tokens, 4, cancel, gain))
+    runs = [real_net(size, tokens, dict(alpha=alpha, beta=beta, c=3.0, cancel_mean=cancel, mlp_gain=gain), 4, seed) for seed in range(3)]
+    assert np.abs(np.mean([d for d, _ in runs], 0) - diagonal).max() < 0.15
+    assert np.abs(np.mean([c for _, c in runs], 0) - cosine).max() < 0.12
+
+
+def test_mlp_map_against_sampling():
+    z = torch.randn(2, 1_000_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for c, cancel, gain in ((0.0, 0.0, 1.0), (0.5, 0.0, 1.0), (0.5, 0.6, 1.0), (0.3, 1.0, 0.5)):
+        a = nn.functional.gelu(gain * z[0])
+        b = nn.functional.gelu(gain * (c * z[0] + math.sqrt(1 - c * c) * z[1]))
+        shift = cancel * init.gelu_mean(gain)
+        a, b = a - shift, b - shift
+        truth = ((a * b).mean() / (a.square().mean() * b.square().mean()).sqrt()).item()
+        assert init.mlp_map(c, cancel, gain) == pytest.approx(truth, abs=5e-3)
+    assert init.mlp_map(1.0, 0.3) == pytest.approx(1.0)
+    assert init.mlp_map(0.0) == pytest.approx(0.187, abs=0.002)     # the .19 per layer that GELU's mean adds
+
+
+@pytest.mark.parametrize("size", list(SIZES)[:4])
+def test_auto_constants_hit_their_targets_at_every_size(size):
+    """nano to base, 16 to 197 tokens, 6 to 48 layers: the diagonal is met, and the last cosine is met from below or needs no cancelling."""
+    kind = SIZES[size]
+    for tokens in (16, 197) if size != "nano" else (16, 65, 197):
+        for depth in (6, 48) if size != "nano" else (6, 12, 24, 48):
+            chosen = init.choose_constants(kind["embed_dim"], kind["num_heads"], tokens, depth)
+            statistics = init.qk_statistics(chosen["alpha"], chosen["beta"], kind["embed_dim"], kind["num_heads"])
+            diagonal, cosine = init.forecast(*statistics, tokens, depth, chosen["cancel_mean"])
+            assert diagonal[0] == pytest.approx(0.98, abs=0.01)
+            assert cosine[-1] <= 0.95 + 1e-6
+            assert chosen["cancel_mean"] == 0 or cosine[-1] > 0.9, (tokens, depth)      # no more cancelling than needed
+            assert chosen["beta"] >= 1.99 * chosen["alpha"]
+
+
+@pytest.mark.parametrize("depth", [6, 12, 24, 48])
+def test_auto_keeps_tokens_apart_in_a_real_net_until_its_upper_end(depth):
+    """The forecast is for infinite width; at width 96 a real net must still keep half of its depth uncollapsed, where the paper's constants do not."""
+    chosen = init.choose_constants(96, 3, 17, depth)
+    diagonal, cosine = (np.mean(v, 0) for v in zip(*(real_net("nano", 17, chosen, depth, seed) for seed in range(2))))
+    assert diagonal[0] > 0.95
+    assert cosine[depth // 2] < 0.75
+    if depth >= 24:
+        _, printed = real_net("nano", 17, init.PAPER_CONSTANTS["base"], depth)
+        assert printed[depth // 2] > 0.99
+
+
+def test_bisect_by_hand():
+    assert init.bisect(lambda x: x >= 0.3, 0, 1) == pytest.approx(0.3)
+    assert init.bisect(lambda x: True, 0, 1) == 0 and init.bisect(lambda x: False, 0, 1) == 1
+    with pytest.raises(ValueError, match="diagonal"):
+        init.choose_constants(16, 8, 197, 4, diagonal=0.9999)

@@ -78,7 +78,7 @@ def launch_ranks(n, function, *arguments, folder, timeout=90):
     env = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     outputs = [Path(folder) / f"output-{env['MASTER_PORT']}-{rank}.txt" for rank in range(n)]
     processes = [launch(function, *arguments, output=outputs[rank], env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(n)]
-    end, grace = time.monotonic() + timeout, 5.0                # what the others get to fail by themselves after the first
+    end, grace = time.monotonic() + timeout, 10.0               # what the others get to fail by themselves after the first
     while any(p.is_alive() for p in processes) and time.monotonic() < end:
         if any(p.exitcode for p in processes):
             end = min(end, time.monotonic() + grace)
@@ -172,10 +172,12 @@ def test_damaged_checkpoint_is_answered_with_its_name(tmp_path):
     runtime.save_checkpoint(good, _whole())
     whole = good.read_bytes()
     rng = random.Random(1)
-    damaged = {f"cut at {n}": whole[:n] for n in [0, 1, 2, 4, 10, 100, 1000, len(whole) // 2, len(whole) - 1] + [rng.randrange(len(whole)) for _ in range(20)]}
+    ends = [0, 1, 2, 4, 10, 100, 1000, len(whole) // 2, len(whole) - 1] + [rng.randrange(len(whole)) for _ in range(20)]
+    damaged = {f"cut at {n}": whole[:n] for n in ends}
     damaged |= {f"noise {i}": rng.randbytes(rng.randrange(1, 300)) for i in range(60)}
-    damaged |= {"text": b"hello\n", "html": b"<html><body>404</body></html>", "pickle": b"\x80\x04K\x01.", "pickle 2": b"\x80\x02K\x01.", "zeros": bytes(len(whole)),
-                "zip": b"PK\x03\x04" + rng.randbytes(200), "json": b'{"model": 1}', "list": b"]q\x00.", "name": b"cos\nsystem\n."}
+    damaged |= {"text": b"hello\n", "html": b"<html><body>404</body></html>", "json": b'{"model": 1}', "zeros": bytes(len(whole)),
+                "pickle": b"\x80\x04K\x01.", "pickle 2": b"\x80\x02K\x01.", "list": b"]q\x00.", "name": b"cos\nsystem\n.",
+                "zip": b"PK\x03\x04" + rng.randbytes(200)}
     path = tmp_path / "ckpt.pt"
     for what, content in damaged.items():
         path.write_bytes(content)
@@ -285,11 +287,10 @@ def _one_rank_is_ill():
 
 
 def test_one_ill_rank_stops_all_with_one_message(tmp_path):
-    """NaN on rank 1 only: both ranks leave with code 2, neither waits for the other, and the sentence is printed once."""
+    """NaN on rank 1 only: both ranks leave with code 2 and neither waits for the other."""
     codes, outputs = launch_ranks(2, _one_rank_is_ill, folder=tmp_path, timeout=60)
-    assert codes[0] == 2 and codes[1] in (2, -signal.SIGKILL)
+    assert codes == [2, 2], outputs
     assert "error: the loss is not finite at step 11" in outputs[0]
-    assert sum(text.count("error:") for text in outputs) == 1 or codes[1] == 2
 
 
 def _bad_input_on(rank):
