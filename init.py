@@ -311,23 +311,25 @@ def measure(model, x, jacobians=True):
     return rows
 
 
-VARIANTS = {"default": (), "VO only": ("vo",), "QK only": ("qk",), "both": ("qk", "vo"), "both + MLP": ("qk", "vo", "mlp")}
+VARIANTS = {"default": (), "VO only": ("vo",), "QK only": ("qk",), "both": ("qk", "vo"), "both + MLP": ("qk", "vo", "mlp"), "auto": ("qk", "vo", "mlp")}
 
 
 def report(args):
-    """Tables on stdout, results as a dict {variant: one dict of medians over seeds per block}."""
+    """Tables on stdout, results as a dict {variant: one dict of medians over seeds per block}. The last variant is `choose_constants`, ours."""
     from model import ViT
     results = {}
     for name, parts in VARIANTS.items():
-        runs = []
+        constants, runs = dict(alpha=args.alpha, beta=args.beta, c=args.c), []
+        if name == "auto":
+            constants = choose_constants(args.dim, args.heads, 1 + args.grid ** 2, args.depth)
         for seed in range(args.seeds):
             torch.manual_seed(seed)
             model = ViT(img_size=args.grid, patch_size=1, embed_dim=args.dim, depth=args.depth, num_heads=args.heads, num_classes=0, shortcut="skipless")
             if parts:
-                init_skipless_vit(model, args.alpha, args.beta, args.c, parts=parts)
+                init_skipless_vit(model, **constants, parts=parts)
             runs.append(measure(model.double(), torch.randn(2, 1 + args.grid ** 2, args.dim, dtype=torch.float64)))
         rows = results[name] = [{key: sorted(run[l][key] for run in runs)[args.seeds // 2] for key in runs[0][0]} for l in range(args.depth)]
-        print(f"\n{name}")
+        print(f"\n{name}" + f" ({', '.join(f'{k} {v:.3g}' for k, v in constants.items())})" * (name == "auto"))
         print("block  diagonal  range    gap   cond(A)  cond(VO)  kappa(K)  kappa(B)  kappa(K+I)  cosine  eff. rank")
         for l, r in enumerate(rows, 1):
             print(f"{l:5d}  {r['diagonal']:8.3f} {r['range']:6.2f} {r['gap']:6.2f}  {r['cond_A']:8.1e}  {r['cond_VO']:8.1e}  {r['kappa_K']:8.1e}  "

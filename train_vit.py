@@ -30,14 +30,14 @@ from runtime import BadInput
 PRESETS = {
     # minutes on two cores
     "laptop": dict(
-        data="mnist5k", size="nano", img_size=28, patch_size=7, pool="token", epochs=10, batch_size=100, warmup=0.5, skipless_init="auto",
+        data="mnist5k", size="nano", img_size=28, patch_size=7, pool="token", epochs=10, batch_size=100, warmup=0.5, skipless_init="auto", betas={},
         lr=dict(adamw=1e-3, soap=3e-3, **{"kl-shampoo": 1e-3, "muon": 1e-3}), weight_decay=0.05, clip=1.0, precondition_frequency=10,
         augment="none", mixup=0.0, cutmix=0.0, label_smoothing=0.0),
     # ViT-B/16, ImageNet-1k. The paper states: 300 epochs, no drop path without residuals, SOAP or AdamW. Assumed, as the paper's page does not say:
     # batch 1024, cosine with 5 warm-up epochs and lr 1e-3 (DeiT); weight decay .3, mixup .8, cutmix 1, smoothing .1 (a third party's account
-    # of the paper); RandAugment 2/9, random erasing .25, clip 1 (DeiT, timm); SOAP frequency 10 and its reference's betas (.95, .95).
+    # of the paper); RandAugment 2/9, random erasing .25, clip 1 (DeiT, timm); SOAP betas (.9, .95) (the first author's MAE code), frequency 10 (SOAP's reference).
     "paper": dict(
-        data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper",
+        data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper", betas=dict(soap=(0.9, 0.95)),
         lr=dict(adamw=1e-3, soap=1e-3, **{"kl-shampoo": 5e-4, "muon": 1e-3}), weight_decay=0.3, clip=1.0, precondition_frequency=10,
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1),
 }
@@ -80,6 +80,8 @@ def get_args(argv=None):
     add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes the rest")
     add("--lr", type=number(float, above=0), default=None, help=f"peak learning rate; None is the preset's, by optimizer: {PRESETS[preset]['lr']}")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms, position embedding and class token")
+    add("--betas", type=number(float, low=0, high=1), nargs=2, default=None, metavar=("B1", "B2"),
+        help=f"momenta; None is the preset's, by optimizer: {PRESETS[preset]['betas']}, or the optimizer's own")
     add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
     add("--batch-size", type=number(int, low=1), help="global: images per update over all processes")
     add("--micro-batch", type=number(int, low=1), default=None, help="images per forward pass and process; None means as many as the batch gives it")
@@ -97,12 +99,15 @@ def get_args(argv=None):
     add("--label-smoothing", type=number(float, low=0, high=1), help="share of the target spread over all classes")
     runtime.add_run_flags(parser)
 
-    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "skipless_init")})
+    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "betas", "skipless_init")})
     args = parser.parse_args(argv)
     if args.data is None:
         raise BadInput(f"--preset {preset} needs --data: a folder with train/<class>/ and val/<class>/")
     if args.lr is None:
         args.lr = PRESETS[preset]["lr"][args.opt]
+    args.betas = args.betas or PRESETS[preset]["betas"].get(args.opt)
+    if args.betas and args.opt == "muon":
+        raise BadInput("--betas has no meaning for --opt muon, which has one momentum: leave it out")
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
         args.init = PRESETS[preset]["skipless_init"] if args.shortcut == "skipless" else "default"
     if args.out is None:
@@ -168,6 +173,8 @@ def main(argv=None):
     raw.to(world.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
     options = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
+    if args.betas:
+        options["betas"] = tuple(args.betas)
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **options)
     train_tf, eval_tf = data.train_transform(images, args.img_size, args.augment), data.eval_transform(images, args.img_size)
     mix = data.mixer(len(images.classes), args.mixup, args.cutmix)
