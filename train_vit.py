@@ -37,13 +37,14 @@ PRESETS = {
     # batch 1024, cosine with 5 warm-up epochs and lr 1e-3 (DeiT); weight decay .3, mixup .8, cutmix 1, smoothing .1 (a third party's account
     # of the paper); RandAugment 2/9, random erasing .25, clip 1 (DeiT, timm); SOAP betas (.9, .95) (the first author's MAE code), frequency 10 (SOAP's reference).
     "paper": dict(
-        data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper", betas=dict(soap=(0.9, 0.95)),
-        lr=dict(adamw=1e-3, soap=1e-3, **{"kl-shampoo": 5e-4, "muon": 1e-3}), weight_decay=0.3, clip=1.0, precondition_frequency=10,
+        data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper",
+        lr=dict(adamw=1e-3, soap=1e-3, **{"kl-shampoo": 5e-4, "muon": 1e-3}), betas=dict(soap=(0.9, 0.95)), weight_decay=0.3, clip=1.0, precondition_frequency=10,
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
-FIXED = ("classes", "in_chans", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init", "alpha", "beta", "c", "cancel_mean", "mlp_gain", "seed", "holdout")
-FREE = ("preset", "device", "dtype", "compile", "workers", "threads", "out", "resume", "log_every", "save_every", "wandb", "micro_batch")
+FIXED = ("size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init",
+         "alpha", "beta", "c", "cancel_mean", "mlp_gain", "seed", "holdout")
+FREE = ("preset", "eval_every", "classes", "in_chans", "device", "dtype", "compile", "workers", "threads", "out", "resume", "log_every", "save_every", "wandb", "micro_batch")
 
 
 def get_args(argv=None):
@@ -184,6 +185,10 @@ def main(argv=None):
     flags, step, best, top1, notes = dict(vars(args), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
     if args.resume and ckpt.exists():
         saved = runtime.load_checkpoint(ckpt)
+        for key in ("classes", "in_chans"):
+            if saved["args"].get(key) != flags[key]:
+                raise BadInput(f"--data {args.data} has {flags['classes']} classes and {flags['in_chans']} channels, but {ckpt} was trained on other data, "
+                               f"{saved['args'].get('data')}: pass that, --fresh to start over, or another --out")
         notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
         raw.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
