@@ -199,7 +199,7 @@ def forecast(self_logit, logit_std, tokens, depth, cancel_mean=0.0, mlp_gain=1.0
     return diagonal, cosines
 
 
-def choose_constants(dim, num_heads, tokens, depth, diagonal=0.98, cosine=0.95, ratio=2.0, c=3.0):
+def choose_constants(dim, num_heads, tokens, depth, diagonal=0.95, cosine=0.95, ratio=2.0, c=3.0):
     """Constants for `init_skipless_vit`, from the size of the net (ours; --init auto). Returns a dict of keyword arguments.
 
     The papers print constants, but what they do depends on the head dimension d: the self-logit is about beta sqrt(d). So aim at what counts:

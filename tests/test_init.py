@@ -290,7 +290,7 @@ def test_auto_constants_hit_their_targets_at_every_size(size):
             chosen = init.choose_constants(kind["embed_dim"], kind["num_heads"], tokens, depth)
             statistics = init.qk_statistics(chosen["alpha"], chosen["beta"], kind["embed_dim"], kind["num_heads"])
             diagonal, cosine = init.forecast(*statistics, tokens, depth, chosen["cancel_mean"])
-            assert diagonal[0] == pytest.approx(0.98, abs=0.01)
+            assert diagonal[0] == pytest.approx(0.95, abs=0.01)
             assert cosine[-1] <= 0.95 + 1e-6
             assert chosen["cancel_mean"] == 0 or cosine[-1] > 0.9, (tokens, depth)      # no more cancelling than needed
             assert chosen["beta"] >= 1.99 * chosen["alpha"]
@@ -301,7 +301,7 @@ def test_auto_keeps_tokens_apart_in_a_real_net_until_its_upper_end(depth):
     """The forecast is for infinite width; at width 96 a real net must still keep half of its depth uncollapsed, where the paper's constants do not."""
     chosen = init.choose_constants(96, 3, 17, depth)
     diagonal, cosine = (np.mean(v, 0) for v in zip(*(real_net("nano", 17, chosen, depth, seed) for seed in range(2))))
-    assert diagonal[0] > 0.95
+    assert diagonal[0] == pytest.approx(0.95, abs=0.04)
     assert cosine[depth // 2] < 0.75
     if depth >= 24:
         _, printed = real_net("nano", 17, init.PAPER_CONSTANTS["base"], depth)
