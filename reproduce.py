@@ -1,7 +1,8 @@
 """The papers' claims at laptop scale: runs the train scripts as a person would, through their command lines, and keeps what they print.
 
     python reproduce.py table1               paper 1, Table 1: shortcut x init x optimizer, lr search and 3 seeds (about 1 h on two cores)
-    python reproduce.py table1 --list        the runs, and which are finished
+    python reproduce.py depth                ours: 24 layers, with and without the rule that chooses the constants (about half an hour)
+    python reproduce.py table1 --list        the runs that remain
 
 Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
 and the figure (results/<claim>.png) are drawn from that file alone.
@@ -28,7 +29,7 @@ ADAMW, SOAP = dict(opt="adamw", lrs=[3e-4, 1e-3, 3e-3]), dict(opt="soap", lrs=[3
 CLAIMS = {
     "table1": dict(
         title="Paper 1, Table 1: supervised ViT, top-1 %",
-        script="train_vit.py", metric="val_top1", search="--holdout 0.2 --epochs 5",
+        script="train_vit.py", search="--holdout 0.2 --epochs 5", final="",
         cells=[
             dict(name="residual, default init, AdamW", flags="--shortcut residual --init default", paper=80.3, **ADAMW),
             dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=80.1, **SOAP),
@@ -41,6 +42,14 @@ CLAIMS = {
             dict(name="skipless, auto init, AdamW", flags="--shortcut skipless --init auto", paper=None, **ADAMW),
             dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
             dict(name="skipless, ViT-B's constants (2, .6, 3), SOAP", flags="--shortcut skipless --init skipless --alpha 2 --beta 0.6 --c 3", paper=None, **SOAP),
+        ]),
+    "depth": dict(
+        title="Twice the depth: 24 layers, 5 epochs, top-1 %",
+        script="train_vit.py", search="--depth 24 --holdout 0.2 --epochs 5", final="--depth 24 --epochs 5",
+        cells=[
+            dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=None, **SOAP),
+            dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=None, **SOAP),
+            dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
         ]),
 }
 
@@ -56,7 +65,7 @@ def run(command_line):
                               env=dict(os.environ, OMP_NUM_THREADS="1"))
         log = Path(out, "log.jsonl")
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    record = dict(command=f"python {command_line}", date=datetime.date.today().isoformat(), revision=runtime.git_revision())
+    record = dict(command=f"python {command_line}", date=datetime.date.today().isoformat(), revision=runtime.git_revision(), hardware=hardware())
     if done.returncode == 2 and "not finite" in done.stderr:      # an lr too high is an answer, not a fault
         return dict(record, diverged=done.stderr.strip(), val_top1=[])
     if done.returncode:
@@ -81,7 +90,6 @@ class Results:
     def __init__(self, path):
         self.path = path
         self.data = json.loads(path.read_text()) if path.exists() else dict(runs={})
-        self.data["hardware"] = hardware()
 
     def put(self, key, record):
         self.data["runs"][key] = record
@@ -125,7 +133,7 @@ def pending(claim, results, seeds):
         lr, missing = best_lr(cell, results)
         jobs += [(search_key(cell, m), command(claim, cell, m, 1000, claim["search"])) for m in missing]
         if lr is not None:
-            jobs += [(final_key(cell, s), command(claim, cell, lr, s)) for s in range(seeds) if results.final(final_key(cell, s)) is None]
+            jobs += [(final_key(cell, s), command(claim, cell, lr, s, claim["final"])) for s in range(seeds) if results.final(final_key(cell, s)) is None]
     return sorted(jobs, key=lambda job: job[0].startswith("final"))
 
 
@@ -147,10 +155,10 @@ def figure(claim, results, seeds, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     optimizers = list(dict.fromkeys(cell["opt"] for cell in claim["cells"]))
-    fig, axes = plt.subplots(1, len(optimizers), figsize=(9.5, 3.8), sharey=True, constrained_layout=True)
+    fig, axes = plt.subplots(1, len(optimizers), figsize=(5 * len(optimizers), 3.8), sharey=True, squeeze=False, constrained_layout=True)
     styles = {"residual, default": ("0.45", "-"), "residual, paper": ("0.45", ":"), "skipless, default": ("tab:red", "-"), "skipless, paper": ("tab:blue", "-"),
               "skipless, auto": ("tab:green", "-"), "skipless, ViT-B": ("tab:blue", ":")}
-    for axis, opt in zip(axes, optimizers):
+    for axis, opt in zip(axes[0], optimizers):
         for cell in claim["cells"]:
             runs = [results.data["runs"].get(final_key(cell, s), {}).get("val_top1", []) for s in range(seeds)]
             runs = [r for r in runs if r]
@@ -163,7 +171,7 @@ def figure(claim, results, seeds, path):
         axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP"}[opt], ylim=(0, 100))
         axis.grid(alpha=.3)
         axis.legend(frameon=False, fontsize=7, loc="lower right")
-    axes[0].set_ylabel("validation top-1, %")
+    axes[0, 0].set_ylabel("validation top-1, %")
     fig.savefig(path, dpi=130)
     plt.close(fig)
 
@@ -178,6 +186,8 @@ def main(argv=None):
     parser.add_argument("--results", default=str(HERE / "results"), help="folder for the JSON, the table and the figure")
     args = parser.parse_args(argv)
     claim = dict(CLAIMS[args.claim], cells=[c for c in CLAIMS[args.claim]["cells"] if args.only in c["name"]])
+    if not claim["cells"]:
+        raise runtime.BadInput(f"--only {args.only!r} names no cell of {args.claim}: {'; '.join(c['name'] for c in CLAIMS[args.claim]['cells'])}")
     folder = Path(args.results)
     results = Results(folder / f"{args.claim}.json")
     if args.list:
@@ -199,7 +209,8 @@ def main(argv=None):
             bar.update()
             tqdm.write(f"{key}: {results.final(key):.1f}")
     text = table(claim, results, args.seeds)
-    (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n{results.data['hardware']}\n")
+    where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
+    (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
     figure(claim, results, args.seeds, folder / f"{args.claim}.png")
     print(text)
 

@@ -16,7 +16,7 @@ class Recorded:
     """Results without files: {key: list of top-1}."""
 
     def __init__(self, runs):
-        self.data = dict(runs={k: dict(val_top1=v) for k, v in runs.items()}, hardware="")
+        self.data = dict(runs={k: dict(val_top1=v) for k, v in runs.items()})
 
     final = reproduce.Results.final
 
@@ -55,16 +55,16 @@ def test_pending_runs_and_the_table_by_hand():
     assert reproduce.table(claim, results, 3).splitlines()[-1] == "| a | 80.3 | 93.0 ± 3.6 | 3 | 0.003 |"       # last epoch, sample std
 
 
-def test_searches_never_touch_the_test_set():
-    claim = reproduce.CLAIMS["table1"]
+@pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
+def test_searches_never_touch_the_test_set(claim):
     for _, line in reproduce.pending(claim, Recorded({}), 3):
         assert train_vit.get_args(line.split()[1:]).holdout > 0
 
 
-def test_every_cell_is_a_valid_command():
-    claim = reproduce.CLAIMS["table1"]
+@pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
+def test_every_cell_is_a_valid_command(claim):
     for cell in claim["cells"]:
-        args = train_vit.get_args(reproduce.command(claim, cell, 1e-3, 0).split()[1:])
+        args = train_vit.get_args(reproduce.command(claim, cell, 1e-3, 0, claim["final"]).split()[1:])
         assert args.opt == cell["opt"] and args.shortcut in cell["name"]
 
 
