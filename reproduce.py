@@ -51,6 +51,12 @@ CLAIMS = {
             dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=None, **SOAP),
             dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
         ]),
+    "tiny": dict(
+        title="Constants at size tiny (heads of 64), 3 epochs, lr not searched, top-1 %",
+        script="train_vit.py", search=None, final="--size tiny --epochs 3",
+        cells=[dict(name=f"skipless, ({a:g}, {b:g}, 3), SOAP", flags=f"--shortcut skipless --init skipless --alpha {a:g} --beta {b:g} --c 3", paper=None,
+                    opt="soap", lrs=[1e-3]) for a, b in ((2, 0.6), (1.8, 1), (1, 2))]
+        + [dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, opt="soap", lrs=[1e-3])]),
 }
 
 
@@ -114,6 +120,8 @@ def final_key(cell, seed):
 def best_lr(cell, results):
     """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end."""
     lrs = list(cell["lrs"])
+    if len(lrs) == 1:                                              # given, not searched
+        return lrs[0], []
     while True:
         missing = [lr for lr in lrs if results.final(search_key(cell, lr)) is None]
         if missing:
@@ -157,7 +165,8 @@ def figure(claim, results, seeds, path):
     optimizers = list(dict.fromkeys(cell["opt"] for cell in claim["cells"]))
     fig, axes = plt.subplots(1, len(optimizers), figsize=(5 * len(optimizers), 3.8), sharey=True, squeeze=False, constrained_layout=True)
     styles = {"residual, default": ("0.45", "-"), "residual, paper": ("0.45", ":"), "skipless, default": ("tab:red", "-"), "skipless, paper": ("tab:blue", "-"),
-              "skipless, auto": ("tab:green", "-"), "skipless, ViT-B": ("tab:blue", ":")}
+              "skipless, auto": ("tab:green", "-"), "skipless, ViT-B": ("tab:blue", ":"), "skipless, (2, 0.6": ("tab:blue", ":"),
+              "skipless, (1.8": ("tab:blue", "--"), "skipless, (1, 2": ("tab:blue", "-")}
     for axis, opt in zip(axes[0], optimizers):
         for cell in claim["cells"]:
             runs = [results.data["runs"].get(final_key(cell, s), {}).get("val_top1", []) for s in range(seeds)]

@@ -37,6 +37,10 @@ def test_lr_search_tries_the_grid_then_widens_towards_the_best():
     assert reproduce.best_lr(CELL, searched(**{"0.001": 10, "0.003": 11, "0.01": 12})) == (1e-2, [])      # chance: nothing to follow
 
 
+def test_a_single_lr_is_taken_as_given():
+    assert reproduce.best_lr(dict(CELL, lrs=[1e-3]), searched()) == (1e-3, [])
+
+
 def test_a_diverged_run_counts_as_the_worst():
     results = searched(**{"0.001": 50, "0.003": 60})
     results.data["runs"]["search | a | lr 0.01"] = dict(diverged="the loss is not finite", val_top1=[])

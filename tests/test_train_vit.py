@@ -561,9 +561,9 @@ def test_unreadable_image(tmp_path, capsys, split, workers, content):
 
 @pytest.mark.parametrize("flags, words", [
     (["--depth", "3"], ["--depth 2", "--depth 3"]), (["--opt", "soap"], ["--opt adamw", "--opt soap"]), (["--seed", "1"], ["--seed 0", "--seed 1"]),
-    (["--patch-size", "2"], ["--patch-size 4", "--patch-size 2"]), (["--init", "paper"], ["--init auto", "--init paper"]),
-    (["--skipless", "--init", "default"], ["--init auto", "--init default"]), (["--shortcut", "decayed"], ["--shortcut residual", "--shortcut decayed"]),
-    (["--data", "mnist5k", "--batch-size", "50", "--size", "tiny"], ["--size nano", "--size tiny"]),
+    (["--patch-size", "2"], ["--patch-size 4", "--patch-size 2"]), (["--init", "paper"], ["--init default", "--init paper"]),
+    (["--skipless", "--init", "default"], ["--shortcut residual", "--shortcut skipless"]), (["--shortcut", "decayed"], ["--shortcut residual", "--shortcut decayed"]),
+    (["--size", "tiny"], ["--size nano", "--size tiny"]), (["--data", "emoji"], ["--data emoji", "digits8x8", "7 classes"]),
     (["--lr", ".5"], ["finished", "--lr", "0.001", "0.5"])], ids=lambda value: value[0])
 def test_checkpoint_of_another_run(copied, capsys, flags, words):
     """Another architecture, optimizer or seed, and another lr for a run that is over, are refused with both values; the run's files stay as they are."""
