@@ -21,7 +21,8 @@ import runtime
 import train_vit
 from test_runtime import launch, launch_ranks, run_script
 
-TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--img-size", "8", "--patch-size", "4", "--depth", "2", "--batch-size", "64"]
+TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--img-size", "8", "--patch-size", "4", "--depth", "2", "--batch-size", "64",
+        "--lr", "1e-3"]
 SKIPLESS = ["--skipless", "--init", "skipless"]
 
 
