@@ -2,6 +2,8 @@
 
     python reproduce.py table1               paper 1, Table 1: shortcut x init x optimizer, lr search and 3 seeds (about 1 h on two cores)
     python reproduce.py depth                ours: 24 layers, with and without the rule that chooses the constants (about half an hour)
+    python reproduce.py targets              ours: what the two targets of the rule do (6 minutes)
+    python reproduce.py tiny                 printed constants and the rule at four times the size (10 minutes)
     python reproduce.py table1 --list        the runs that remain
 
 Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
@@ -51,6 +53,14 @@ CLAIMS = {
             dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=None, **SOAP),
             dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
         ]),
+    "targets": dict(
+        title="The targets of the rule: nano, 5 epochs, lr 1e-3, validated on a fifth of the training set, top-1 %",
+        script="train_vit.py", search=None, final="--holdout 0.2 --epochs 5",
+        cells=[dict(name=f"skipless, {name}, SOAP", flags=f"--shortcut skipless --init skipless --alpha {a} --beta {b} --cancel-mean {share}", paper=None,
+                    opt="soap", lrs=[1e-3]) for name, a, b, share in (
+            ("(1, 2), GELU's mean kept", 1, 2, 0), ("(1, 2), GELU's mean cancelled", 1, 2, 1),          # the two ends
+            ("diagonal .98, cosine .95", .634, 1.269, .367), ("diagonal .95, cosine .95", .482, .963, .535),      # choose_constants(96, 3, 17, 12, ...)
+            ("diagonal .90, cosine .95", .388, .776, .729), ("diagonal .80, cosine .95", .302, .605, 1))]),
     "tiny": dict(
         title="Constants at size tiny (heads of 64), 3 epochs, lr not searched, top-1 %",
         script="train_vit.py", search=None, final="--size tiny --epochs 3",
@@ -164,18 +174,18 @@ def figure(claim, results, seeds, path):
     import matplotlib.pyplot as plt
     optimizers = list(dict.fromkeys(cell["opt"] for cell in claim["cells"]))
     fig, axes = plt.subplots(1, len(optimizers), figsize=(5 * len(optimizers), 3.8), sharey=True, squeeze=False, constrained_layout=True)
-    styles = {"residual, default": ("0.45", "-"), "residual, paper": ("0.45", ":"), "skipless, default": ("tab:red", "-"), "skipless, paper": ("tab:blue", "-"),
-              "skipless, auto": ("tab:green", "-"), "skipless, ViT-B": ("tab:blue", ":"), "skipless, (2, 0.6": ("tab:blue", ":"),
-              "skipless, (1.8": ("tab:blue", "--"), "skipless, (1, 2": ("tab:blue", "-")}
+    label = lambda cell: cell["name"].rsplit(",", 1)[0]              # without the optimizer, so that a cell has one colour in all panels
+    labels = list(dict.fromkeys(map(label, claim["cells"])))
+    skipless = [name for name in labels if name.startswith("skipless")]
+    style = lambda name: (f"C{skipless.index(name)}", "-") if name in skipless else ("0.5", ["-", ":"][labels.index(name) % 2])
     for axis, opt in zip(axes[0], optimizers):
         for cell in claim["cells"]:
             runs = [results.data["runs"].get(final_key(cell, s), {}).get("val_top1", []) for s in range(seeds)]
             runs = [r for r in runs if r]
             if cell["opt"] == opt and runs:
-                label = cell["name"].rsplit(",", 1)[0]
-                color, line = next(v for k, v in styles.items() if label.startswith(k))
+                color, line = style(label(cell))
                 epochs = range(1, len(runs[0]) + 1)
-                axis.plot(epochs, [statistics.mean(v) for v in zip(*runs)], line, color=color, label=label)
+                axis.plot(epochs, [statistics.mean(v) for v in zip(*runs)], line, color=color, label=label(cell))
                 axis.fill_between(epochs, [min(v) for v in zip(*runs)], [max(v) for v in zip(*runs)], color=color, alpha=.15, lw=0)
         axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP"}[opt], ylim=(0, 100))
         axis.grid(alpha=.3)

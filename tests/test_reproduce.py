@@ -62,7 +62,7 @@ def test_pending_runs_and_the_table_by_hand():
 @pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
 def test_searches_never_touch_the_test_set(claim):
     for _, line in reproduce.pending(claim, Recorded({}), 3):
-        assert train_vit.get_args(line.split()[1:]).holdout > 0
+        assert claim["search"] is None or train_vit.get_args(line.split()[1:]).holdout > 0
 
 
 @pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
