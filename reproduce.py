@@ -1,6 +1,7 @@
 """The papers' claims at laptop scale: runs the train scripts as a person would, through their command lines, and keeps what they print.
 
     python reproduce.py table1               paper 1, Table 1: shortcut x init x optimizer, lr search and 3 seeds (about 1 h on two cores)
+    python reproduce.py augmented            its best cells with random crops (about 20 min)
     python reproduce.py depth                ours: 24 layers, with and without the rule that chooses the constants (about half an hour)
     python reproduce.py targets              ours: what the two targets of the rule do (6 minutes)
     python reproduce.py tiny                 printed constants and the rule at four times the size (10 minutes)
@@ -44,6 +45,15 @@ CLAIMS = {
             dict(name="skipless, auto init, AdamW", flags="--shortcut skipless --init auto", paper=None, **ADAMW),
             dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
             dict(name="skipless, ViT-B's constants (2, .6, 3), SOAP", flags="--shortcut skipless --init skipless --alpha 2 --beta 0.6 --c 3", paper=None, **SOAP),
+        ]),
+    "augmented": dict(
+        title="The best cells of Table 1 with crops (--augment light), lr as found there, top-1 %",
+        script="train_vit.py", search=None, final="--augment light",
+        cells=[
+            dict(name="residual, default init, AdamW", flags="--shortcut residual --init default", paper=80.3, opt="adamw", lrs=[3e-3]),
+            dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=80.1, opt="soap", lrs=[3e-3]),
+            dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=80.8, opt="soap", lrs=[1e-3]),
+            dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, opt="soap", lrs=[1e-3]),
         ]),
     "depth": dict(
         title="Twice the depth: 24 layers, 5 epochs, top-1 %",
