@@ -1,7 +1,7 @@
 """Initialisations for transformers with and without residual connections, one function per formula.
 
 Convention: every weight is (out, in) as in nn.Linear, y = x W^T. The papers write row vectors, y = x W, so the paper's W is our weight transposed:
-paper W^Q (W^K)^T  =  w_q^T w_k,  and paper W^V W^O  =  w_v^T w_o^T.  All functions work in place, on the default torch generator, in float64.
+paper W^Q (W^K)^T  =  w_q^T w_k,  and paper W^V W^O  =  w_v^T w_o^T.  All functions work in place and draw from the default torch generator.
 
     python init.py          how well conditioned each initialisation is, layer by layer -> table and results/init.png
 """
@@ -54,7 +54,9 @@ def suo_(weight, gain=1.0):
     The published PyTorch helper expects (in, out); on nn.Linear it would give 1 and 2, so mean squares off by 4.)
     """
     out, in_ = weight.shape
-    nn.init.orthogonal_(weight, gain * max(math.sqrt(out / in_), 1.0))
+    full = weight if weight.dtype in (torch.float32, torch.float64) else torch.empty_like(weight, dtype=torch.float32)      # QR knows no half precision
+    nn.init.orthogonal_(full, gain * max(math.sqrt(out / in_), 1.0))
+    weight.copy_(full)
 
 
 @torch.no_grad()
@@ -188,18 +190,18 @@ def _gauss_hermite(points=48):
     return torch.from_numpy(x), torch.from_numpy(w / w.sum())
 
 
-def forecast(self_logit, logit_std, tokens, depth, cancel_mean=0.0, mlp_gain=1.0, cosine=0.0):
-    """Mean attention diagonal and token cosine of every block of a skipless net: two lists of length depth."""
+def forecast(self_logit, logit_std, tokens, depth, cancel_mean=0.0, mlp_gain=1.0, cosine=0.0, temperature_beta=1.0):
+    """Mean attention diagonal and token cosine of every block of a skipless net: two lists of length depth. Logits of block l are times beta ** -l."""
     diagonal, cosines = [], []
-    for _ in range(depth):
-        a, cosine = attention_map(cosine, self_logit, logit_std, tokens)
+    for l in range(depth):
+        a, cosine = attention_map(cosine, self_logit * temperature_beta ** -l, logit_std * temperature_beta ** -l, tokens)
         cosine = mlp_map(cosine, cancel_mean, mlp_gain)
         diagonal.append(a)
         cosines.append(cosine)
     return diagonal, cosines
 
 
-def choose_constants(dim, num_heads, tokens, depth, diagonal=0.95, cosine=0.95, ratio=2.0, c=3.0):
+def choose_constants(dim, num_heads, tokens, depth, diagonal=0.95, cosine=0.95, ratio=2.0, c=3.0, temperature_beta=1.0):
     """Constants for `init_skipless_vit`, from the size of the net (ours; --init auto). Returns a dict of keyword arguments.
 
     The papers print constants, but what they do depends on the head dimension d: the self-logit is about beta sqrt(d). So aim at what counts:
@@ -216,9 +218,9 @@ def choose_constants(dim, num_heads, tokens, depth, diagonal=0.95, cosine=0.95, 
         if first_diagonal(100.0) > diagonal:
             break
     else:
-        raise ValueError(f"no alpha and beta reach a mean attention diagonal of {diagonal} with heads of {dim // num_heads} dimensions and {tokens} tokens: lower it")
+        raise ValueError(f"no alpha and beta reach a mean attention diagonal of {diagonal} with heads of {dim // num_heads} dimensions and {tokens} tokens: use fewer heads")
     k = bisect(lambda k: first_diagonal(k) >= diagonal, 0.0, 100.0)
-    last_cosine = lambda share: forecast(k * unit_logit, k * unit_std, tokens, depth, share)[1][-1]
+    last_cosine = lambda share: forecast(k * unit_logit, k * unit_std, tokens, depth, share, temperature_beta=temperature_beta)[1][-1]
     share = bisect(lambda share: last_cosine(share) <= cosine, 0.0, 1.0)
     return dict(alpha=k, beta=ratio * k, c=c, cancel_mean=share)
 
@@ -321,7 +323,11 @@ def report(args):
     for name, parts in VARIANTS.items():
         constants, runs = dict(alpha=args.alpha, beta=args.beta, c=args.c), []
         if name == "auto":
-            constants = choose_constants(args.dim, args.heads, 1 + args.grid ** 2, args.depth)
+            try:
+                constants = choose_constants(args.dim, args.heads, 1 + args.grid ** 2, args.depth)
+            except ValueError as error:
+                print(f"\nauto: {error}")
+                continue
         for seed in range(args.seeds):
             torch.manual_seed(seed)
             model = ViT(img_size=args.grid, patch_size=1, embed_dim=args.dim, depth=args.depth, num_heads=args.heads, num_classes=0, shortcut="skipless")

@@ -81,6 +81,14 @@ def shortcut_weights(shortcut, depth, alpha_min=1.0):
     return [{"residual": 1.0, "skipless": 0.0}[shortcut]] * (2 * depth)
 
 
+def check_drop_path(rate, alphas):
+    """Raises ValueError for a rate outside [0, 1), or where a branch that may be dropped is the whole signal."""
+    if not 0 <= rate < 1:
+        raise ValueError(f"drop path {rate} must be at least 0 and below 1")
+    if rate and 0 in alphas:
+        raise ValueError("drop path needs a shortcut: without one a dropped branch wipes the whole sample out; set drop path to 0")
+
+
 class Block(nn.Module):
     """Pre-norm transformer block. alphas = (a of the attention, a of the MLP); see the top of this file.
 
@@ -89,8 +97,7 @@ class Block(nn.Module):
 
     def __init__(self, dim, num_heads, mlp_ratio=4.0, alphas=(1.0, 1.0), temperature=1.0, drop_path=0.0, norm=nn.LayerNorm, eps=1e-6, bias=True):
         super().__init__()
-        if drop_path and 0 in alphas:
-            raise ValueError("drop path needs a shortcut: without one a dropped branch wipes the whole sample out; set drop path to 0")
+        check_drop_path(drop_path, alphas)
         self.alphas, self.drop_path = alphas, drop_path
         self.norm1 = norm(dim, eps=eps)
         self.attn = Attention(dim, num_heads, bias, temperature)
@@ -158,6 +165,7 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid[0] * self.grid[1], embed_dim))
         alphas = shortcut_weights(shortcut, depth, alpha_min)
+        check_drop_path(drop_path, alphas)
         self.blocks = nn.Sequential(*[
             Block(embed_dim, num_heads, mlp_ratio, alphas=(alphas[2 * l], alphas[2 * l + 1]), temperature=temperature_beta ** -l,
                   drop_path=drop_path * l / max(1, depth - 1)) for l in range(depth)])        # stochastic depth grows linearly

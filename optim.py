@@ -405,7 +405,9 @@ MATRIX_OPTIMIZERS = {"soap": SOAP, "kl-shampoo": KLShampoo, "muon": Muon}
 
 
 class Optimizers:
-    """A matrix optimizer and the AdamW beside it (or AdamW alone), driven as one. `parts` holds the torch optimizers."""
+    """A matrix optimizer and the AdamW beside it (or AdamW alone), driven as one. `parts` holds the torch optimizers.
+
+    Not a torch.optim.Optimizer itself, so torch's lr_schedulers do not take it: set the lr in param_groups, as `build_optimizer` says."""
 
     def __init__(self, name: str, parts: list):
         self.name, self.parts = name, parts

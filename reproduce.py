@@ -123,10 +123,12 @@ class Results:
         temporary.write_text(json.dumps(self.data, indent=1, sort_keys=True) + "\n")
         os.replace(temporary, self.path)
 
-    def final(self, key):
-        """Last-epoch value of a run; -1 for a run that diverged, None for one not yet made."""
+    def final(self, key, line=None):
+        """Last-epoch value of a run; -1 for a run that diverged, None for one not yet made (or made by another command than `line`)."""
         record = self.data["runs"].get(key)
-        return None if record is None else (record["val_top1"] or [-1.0])[-1]
+        if record is None or (line is not None and record["command"] != f"python {line}"):
+            return None
+        return (record["val_top1"] or [-1.0])[-1]
 
 
 def search_key(cell, lr):
@@ -138,7 +140,8 @@ def final_key(cell, seed):
 
 
 def best_lr(cell, results):
-    """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end."""
+    """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end: up to 7 lrs, and not below 15 %,
+    since near chance there is nothing to follow."""
     lrs = list(cell["lrs"])
     if len(lrs) == 1:                                              # given, not searched
         return lrs[0], []
@@ -148,7 +151,7 @@ def best_lr(cell, results):
             return None, missing
         best = max(lrs, key=lambda lr: results.final(search_key(cell, lr)))
         score = results.final(search_key(cell, best))
-        if len(lrs) >= 5 or lrs[0] < best < lrs[-1] or score < 15:      # near chance there is nothing to follow
+        if len(lrs) >= 7 or lrs[0] < best < lrs[-1] or score < 15:
             return best, []
         step = lrs[1] / lrs[0]
         lrs = [float(f"{lrs[0] / step:.1g}"), *lrs] if best == lrs[0] else [*lrs, float(f"{lrs[-1] * step:.1g}")]
@@ -161,7 +164,8 @@ def pending(claim, results, seeds):
         lr, missing = best_lr(cell, results)
         jobs += [(search_key(cell, m), command(claim, cell, m, 1000, claim["search"])) for m in missing]
         if lr is not None:
-            jobs += [(final_key(cell, s), command(claim, cell, lr, s, claim["final"])) for s in range(seeds) if results.final(final_key(cell, s)) is None]
+            lines = {final_key(cell, s): command(claim, cell, lr, s, claim["final"]) for s in range(seeds)}
+            jobs += [(key, line) for key, line in lines.items() if results.final(key, line) is None]
     return sorted(jobs, key=lambda job: job[0].startswith("final"))
 
 
@@ -170,10 +174,13 @@ def table(claim, results, seeds):
     lines = ["| cell | paper | ours, mean ± std | seeds | lr |", "|---|---|---|---|---|"]
     for cell in claim["cells"]:
         values = [v for s in range(seeds) if (v := results.final(final_key(cell, s))) is not None]
-        if values:
-            std = statistics.stdev(values) if len(values) > 1 else float("nan")
-            lr, _ = best_lr(cell, results)
-            lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {statistics.mean(values):.1f} ± {std:.1f} | {len(values)} | {lr:g} |")
+        lr, _ = best_lr(cell, results)
+        if values and lr is not None:
+            good = [v for v in values if v >= 0]                     # a run that diverged is counted, not averaged
+            shown = f"{statistics.mean(good):.1f}" if good else "-"
+            shown += f" ± {statistics.stdev(good):.1f}" if len(good) > 1 else ""
+            shown += f", {len(values) - len(good)} diverged" if len(good) < len(values) else ""
+            lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {shown} | {len(values)} | {lr:g} |")
     return "\n".join(lines) + "\n"
 
 
@@ -214,9 +221,10 @@ def main(argv=None):
     parser.add_argument("--only", default="", help="only the cells whose name contains this text")
     parser.add_argument("--results", default=str(HERE / "results"), help="folder for the JSON, the table and the figure")
     args = parser.parse_args(argv)
-    claim = dict(CLAIMS[args.claim], cells=[c for c in CLAIMS[args.claim]["cells"] if args.only in c["name"]])
+    whole = CLAIMS[args.claim]
+    claim = dict(whole, cells=[c for c in whole["cells"] if args.only in c["name"]])
     if not claim["cells"]:
-        raise runtime.BadInput(f"--only {args.only!r} names no cell of {args.claim}: {'; '.join(c['name'] for c in CLAIMS[args.claim]['cells'])}")
+        raise runtime.BadInput(f"--only {args.only!r} names no cell of {args.claim}: {'; '.join(c['name'] for c in whole['cells'])}")
     folder = Path(args.results)
     results = Results(folder / f"{args.claim}.json")
     if args.list:
@@ -237,10 +245,10 @@ def main(argv=None):
             results.put(key, done.result())
             bar.update()
             tqdm.write(f"{key}: {results.final(key):.1f}")
-    text = table(claim, results, args.seeds)
+    text = table(whole, results, args.seeds)                         # --only limits what runs, not what is shown
     where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
     (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
-    figure(claim, results, args.seeds, folder / f"{args.claim}.png")
+    figure(whole, results, args.seeds, folder / f"{args.claim}.png")
     print(text)
 
 

@@ -36,14 +36,14 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
     """The docstring as it is written (it holds the commands), and the default behind each flag."""
 
 
-def number(kind, low=-math.inf, high=math.inf, above=-math.inf):
-    """An argparse type: a finite `kind` (int or float) with low <= value <= high and value > above."""
+def number(kind, low=-math.inf, high=math.inf, above=-math.inf, below=math.inf):
+    """An argparse type: a finite `kind` (int or float) with low <= value <= high and above < value < below."""
     def parse(text):
         value = kind(text)
-        if not (abs(value) < math.inf and low <= value <= high and value > above):      # false for NaN too; an int may exceed any float
+        if not (abs(value) < math.inf and low <= value <= high and above < value < below):      # false for NaN too; an int may exceed any float
             bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {low:g}"] * (low > -math.inf)
-            bounds += [f"at most {high:g}"] * (high < math.inf)
-            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(bounds) or 'finite'}")
+            bounds += [f"at most {high:g}"] * (high < math.inf) + [f"below {below:g}"] * (below < math.inf)
+            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(bounds or ['finite'])}" if abs(value) < math.inf else f"{text} must be finite")
         return value
     parse.__name__ = kind.__name__           # argparse names the type in "invalid int value: 'x'"
     return parse
@@ -103,9 +103,12 @@ def start(device="auto", threads=0):
             raise BadInput(f"process {index} has no GPU, this machine has {count}: start torchrun with --nproc_per_node={count}")
         torch.cuda.set_device(index)
         name = f"cuda:{index}"
-    device_ = torch.device(name)
+    try:
+        device_ = torch.device(name)
+    except RuntimeError as error:
+        raise BadInput(f"--device {device} is unknown: use auto, cpu, cuda or mps") from error
     why = f"{name}, {'asked for by --device' if device != 'auto' else 'the first of cuda, mps, cpu that this machine has'}"
-    if "RANK" in os.environ:                                                     # torchrun
+    if {"RANK", "WORLD_SIZE"} <= set(os.environ):                                                   # torchrun
         if not dist.is_initialized():
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device_ if kind == "cuda" else None)
         return World(dist.get_rank(), dist.get_world_size(), device_, why)
@@ -170,11 +173,13 @@ def save_checkpoint(path, checkpoint):
 
 def load_checkpoint(path):
     """The dict that `save_checkpoint` wrote, on the CPU. Raises BadInput when the file is not a whole checkpoint."""
+    if not Path(path).is_file():
+        raise BadInput(f"{path} is not a file: choose another --out")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                                   # on a damaged file the unpickler raises almost any type
         raise BadInput(f"{path} is not a readable checkpoint: delete it or pass --fresh to start over") from error
-    missing = {"model", "optimizer", "step", "args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
+    missing = {"model", "optimizer", "step", "best", "rng", "args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
     if missing:
         raise BadInput(f"{path} lacks {', '.join(sorted(missing))}, so it was not written by this script: choose another --out")
     return checkpoint
@@ -184,7 +189,7 @@ def check_resume(path, saved, args, fixed, free):
     """Compare a checkpoint's flags with this command's. Returns the notes to print for flags that may change mid-run.
 
     saved, args: dicts of flags. fixed: flags that define the run (architecture, init, optimizer, data, seed): a difference is refused.
-    free: flags that never matter to the trajectory. Raises BadInput naming the flag and both values.
+    free: flags that do not matter to the trajectory. Raises BadInput naming the flag and both values.
     """
     notes = []
     for key in sorted(set(saved) & set(args) - set(free)):
@@ -210,7 +215,7 @@ class Log:
         self.path, self.main, self.wandb = Path(out) / "log.jsonl", world.main, None
         if not self.main:
             return
-        lines = self.path.read_text().splitlines() if self.path.exists() and step else []
+        lines = self.path.read_text(errors="replace").splitlines() if self.path.exists() and step else []
         kept = [line for line in lines if _step_of(line) <= step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept))
@@ -240,7 +245,7 @@ def _step_of(line):
     """The step of a log line; a line cut short by a kill belongs to no step that was kept."""
     try:
         return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):                    # no JSON, no step, or a step that is no number
         return math.inf
 
 
@@ -297,7 +302,7 @@ def plot_curve(out, title, metric, label):
     matplotlib.use("Agg")                                        # no display needed
     import matplotlib.pyplot as plt
     rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-    train, val = [r for r in rows if r.get("loss") is not None], [r for r in rows if r.get("val_loss") is not None]
+    train, val = [r for r in rows if r.get("loss") is not None], [r for r in rows if r.get(metric) is not None]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
     left.plot([r["step"] for r in train], [r["loss"] for r in train], label="train", lw=1)
     left.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", label="validation", ms=3)

@@ -41,12 +41,12 @@ PRESETS = {
     "paper": dict(
         data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper",
         lr=dict.fromkeys(("residual", "skipless"), {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}), betas=dict(soap=(0.9, 0.95)), weight_decay=0.3, clip=1.0, precondition_frequency=10,
-        augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1),
+        augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
-FIXED = ("size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init",
+FIXED = ("size", "batch_size", "weight_decay", "betas", "precondition_frequency", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init",
          "alpha", "beta", "c", "cancel_mean", "mlp_gain", "seed", "holdout")
-FREE = ("preset", "eval_every", "classes", "in_chans", "device", "dtype", "compile", "workers", "threads", "out", "resume", "log_every", "save_every", "wandb", "micro_batch")
+FREE = ("preset", "eval_every", "train_images", "classes", "in_chans", "device", "compile", "workers", "threads", "out", "resume", "log_every", "save_every", "wandb", "micro_batch")
 
 
 def get_args(argv=None):
@@ -65,30 +65,30 @@ def get_args(argv=None):
     add("--pool", choices=["token", "mean"], help="what the head reads: the class token, or the mean of the patch tokens")
     add("--shortcut", choices=["residual", "skipless", "decayed"], default="residual", help="x + f(x), f(x), or a x + f(x) with a falling to --alpha-min")
     add("--skipless", dest="shortcut", action="store_const", const="skipless", default=argparse.SUPPRESS, help="same as --shortcut skipless")
-    add("--alpha-min", type=number(float, low=0, high=1), default=1.0, help="weight of the last shortcut when decayed")
-    add("--temperature-beta", type=number(float, above=0), default=1.0, help="attention temperature beta ** -layer (paper 2); 1 is off")
-    add("--drop-path", type=number(float, low=0, high=1), default=0.0, help="stochastic depth of the last block; residual only")
+    add("--alpha-min", type=number(float, low=0, high=1), default=None, help="weight of the last shortcut, which --shortcut decayed needs (paper 3: 0.6 to 0.7)")
+    add("--temperature-beta", type=number(float, low=0.1, high=10), default=1.0, help="attention temperature beta ** -layer (paper 2); 1 is off")
+    add("--drop-path", type=number(float, low=0, below=1), default=0.0, help="stochastic depth of the last block, growing from 0; needs a shortcut")
 
     add = parser.add_argument_group("initialisation").add_argument
     add("--init", choices=["auto", "default", "paper", "skipless"], default=None,
-        help="auto: if skipless, constants chosen for this head size, token count and depth, else default; paper: the paper's constants; "
-             f"skipless: --alpha --beta --c; None: default with residuals, {PRESETS[preset]['skipless_init']} without")
-    add("--alpha", type=number(float, low=0), default=1.0, help="random part of W_Q W_K^T, for --init skipless")
-    add("--beta", type=number(float, low=0), default=2.0, help="identity part of W_Q W_K^T, for --init skipless")
-    add("--c", type=number(float, above=0), default=3.0, help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless")
-    add("--cancel-mean", type=number(float, low=0, high=1), default=0.0, help="share of GELU's mean that the bias of fc2 starts by cancelling, for --init skipless")
-    add("--mlp-gain", type=number(float, above=0), default=1.0, help="gain of fc1: below 1 GELU starts closer to linear, for --init skipless")
+        help="auto: if skipless, constants chosen for this head size, token count and depth, else default; paper: the paper's constants (for nano, measured ones: "
+             f"init.PAPER_CONSTANTS); skipless: --alpha --beta --c; None: skipless if one of these is given, else default with residuals and {PRESETS[preset]['skipless_init']} without")
+    add("--alpha", type=number(float, low=0), help="random part of W_Q W_K^T, for --init skipless; None is 1")
+    add("--beta", type=number(float, low=0), help="identity part of W_Q W_K^T, for --init skipless; None is 2")
+    add("--c", type=number(float, above=0), help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless; None is 3")
+    add("--cancel-mean", type=number(float, low=0, high=1), help="share of GELU's mean that the bias of fc2 starts by cancelling, for --init skipless; None is 0")
+    add("--mlp-gain", type=number(float, above=0), help="gain of fc1: below 1 GELU starts closer to linear, for --init skipless; None is 1")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes the rest")
-    add("--lr", type=number(float, above=0), default=None, help=f"peak learning rate; None is the preset's, by shortcut and optimizer: {PRESETS[preset]['lr']}")
+    add("--lr", type=number(float, above=0, high=1e30), default=None, help=f"peak learning rate; None is the preset's, by shortcut and optimizer: {PRESETS[preset]['lr']}")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms, position embedding and class token")
-    add("--betas", type=number(float, low=0, high=1), nargs=2, default=None, metavar=("B1", "B2"),
+    add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"),
         help=f"momenta; None is the preset's, by optimizer: {PRESETS[preset]['betas']}, or the optimizer's own")
     add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
     add("--batch-size", type=number(int, low=1), help="global: images per update over all processes")
     add("--micro-batch", type=number(int, low=1), default=None, help="images per forward pass and process; None means as many as the batch gives it")
-    add("--epochs", type=number(float, above=0), help="passes over the training set")
+    add("--epochs", type=number(float, above=0, high=1e6), help="passes over the training set")
     add("--warmup", type=number(float, low=0), help="epochs of linear warm-up")
     add("--clip", type=number(float, low=0), help="largest gradient norm; 0 is off")
     add("--ema", type=number(float, low=0, high=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
@@ -108,9 +108,21 @@ def get_args(argv=None):
         raise BadInput(f"--preset {preset} needs --data: a folder with train/<class>/ and val/<class>/")
     if args.lr is None:
         args.lr = PRESETS[preset]["lr"]["skipless" if args.shortcut == "skipless" else "residual"][args.opt]
-    args.betas = args.betas or PRESETS[preset]["betas"].get(args.opt)
+    args.betas = list(args.betas or PRESETS[preset]["betas"].get(args.opt, ())) or None
     if args.betas and args.opt == "muon":
         raise BadInput("--betas has no meaning for --opt muon, which has one momentum: leave it out")
+    constants = dict(alpha=1.0, beta=2.0, c=3.0, cancel_mean=0.0, mlp_gain=1.0)          # of --init skipless
+    given = [k for k in constants if getattr(args, k) is not None]
+    if given and args.init is None:
+        args.init = "skipless"
+    if given and args.init != "skipless":
+        raise BadInput(f"--{given[0].replace('_', '-')} has no effect with --init {args.init}: use --init skipless, or leave it out")
+    for k, value in constants.items():
+        if getattr(args, k) is None:
+            setattr(args, k, value)
+    if args.shortcut == "decayed" and args.alpha_min is None:
+        raise BadInput("--shortcut decayed needs --alpha-min, the weight of the last shortcut: 1 would be residual, paper 3 uses 0.6 to 0.7")
+    args.alpha_min = 1.0 if args.alpha_min is None else args.alpha_min
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
         args.init = PRESETS[preset]["skipless_init"] if args.shortcut == "skipless" else "default"
     if args.out is None:
@@ -130,7 +142,8 @@ def build_model(args, images):
         if args.init == "default":
             return raw, "default: truncated normal, std .02"
         if args.init == "auto":
-            constants = init.choose_constants(size["embed_dim"], size["num_heads"], raw.pos_embed.shape[1], size["depth"])
+            constants = init.choose_constants(size["embed_dim"], size["num_heads"], raw.pos_embed.shape[1], size["depth"],
+                                              temperature_beta=args.temperature_beta)
         elif args.init == "paper":
             constants = init.PAPER_CONSTANTS[args.size]
         else:
@@ -184,14 +197,17 @@ def main(argv=None):
 
     # resume, before anything is written
     ckpt = Path(args.out) / "ckpt.pt"
-    flags, step, best, top1, notes = dict(vars(args), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
+    flags, step, best, top1, notes = dict(vars(args), train_images=len(images.train), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
+    if ckpt.exists() and not ckpt.is_file():
+        raise BadInput(f"{ckpt} is not a file: choose another --out")
     if args.resume and ckpt.exists():
         saved = runtime.load_checkpoint(ckpt)
-        for key in ("classes", "in_chans"):
-            if saved["args"].get(key) != flags[key]:
-                raise BadInput(f"--data {args.data} has {flags['classes']} classes and {flags['in_chans']} channels, but {ckpt} was trained on other data, "
-                               f"{saved['args'].get('data')}: pass that, --fresh to start over, or another --out")
         notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
+        kind = [[f[k] for k in ("train_images", "classes", "in_chans")] for f in (saved["args"], flags)]
+        if kind[0] != kind[1]:                                   # a folder may move, but not change
+            raise BadInput("--data {} has {} training images, {} classes, {} channels".format(args.data, *kind[1])
+                           + ", but {} was trained on {}, with {}, {}, {}".format(ckpt, saved["args"]["data"], *kind[0])
+                           + ": pass the same data, --fresh to start over, or another --out")
         raw.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         if ema:
@@ -199,7 +215,7 @@ def main(argv=None):
         step, best = saved["step"], saved["best"]
         torch.set_rng_state(saved["rng"])
         if step >= steps and notes:
-            raise BadInput(f"{ckpt} is a finished run, but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+            raise BadInput(f"{ckpt} is a finished run (step {step} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
     if args.wandb:
         runtime.import_optional("wandb", "--wandb")
     runtime.make_out(args.out, flags, world)

@@ -52,11 +52,23 @@ def test_pending_runs_and_the_table_by_hand():
     results = searched(**{"0.001": 50, "0.003": 60, "0.01": 55})
     jobs = reproduce.pending(claim, results, seeds=3)
     assert [key for key, _ in jobs] == [f"final | a | seed {s}" for s in range(3)]
+    lines = dict(jobs)
     assert all("--lr 0.003" in line and "--holdout" not in line for _, line in jobs)
     for seed, values in enumerate(([1, 90], [2, 92], [3, 97])):
-        results.data["runs"][f"final | a | seed {seed}"] = dict(val_top1=values)
+        key = f"final | a | seed {seed}"
+        results.data["runs"][key] = dict(val_top1=values, command=f"python {lines[key]}")
     assert reproduce.pending(claim, results, seeds=3) == []
     assert reproduce.table(claim, results, 3).splitlines()[-1] == "| a | 80.3 | 93.0 ± 3.6 | 3 | 0.003 |"       # last epoch, sample std
+    results.data["runs"]["final | a | seed 1"]["command"] = "python train_vit.py --other"                          # of another command: run again
+    assert [key for key, _ in reproduce.pending(claim, results, seeds=3)] == ["final | a | seed 1"]
+
+
+def test_a_diverged_seed_is_named_and_not_averaged():
+    results = searched(**{"0.001": 50, "0.003": 60, "0.01": 55})
+    for seed, values in enumerate(([93.0], [94.0], [])):
+        results.data["runs"][f"final | a | seed {seed}"] = dict(val_top1=values)
+    assert "| 93.5 ± 0.7, 1 diverged | 3 |" in reproduce.table(dict(cells=[CELL]), results, 3)
+    assert "| 93.0 | 1 |" in reproduce.table(dict(cells=[CELL]), results, 1)
 
 
 @pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
