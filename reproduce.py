@@ -184,6 +184,14 @@ def table(claim, results, seeds):
     return "\n".join(lines) + "\n"
 
 
+def show_in_readme(name, text):
+    """Put the table between <!-- name --> and <!-- /name --> of README.md, if it has that place; so the README shows what was recorded."""
+    path = HERE / "README.md"
+    before, start, rest = path.read_text().partition(f"<!-- {name} -->\n")
+    if start:
+        path.write_text(before + start + text + rest[rest.index(f"<!-- /{name} -->"):])
+
+
 def figure(claim, results, seeds, path):
     """Validation curves, mean over seeds with the range shaded; one panel per optimizer."""
     import matplotlib
@@ -248,6 +256,8 @@ def main(argv=None):
     text = table(whole, results, args.seeds)                         # --only limits what runs, not what is shown
     where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
     (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
+    if folder == HERE / "results":
+        show_in_readme(args.claim, text)
     figure(whole, results, args.seeds, folder / f"{args.claim}.png")
     print(text)
 

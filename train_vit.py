@@ -1,9 +1,10 @@
 """Supervised ViT, with and without residual connections (paper 1, Table 1).
 
-On a laptop, embedded MNIST digits (4,000 + 1,000), 12 layers, 2 cores:
-    python train_vit.py --skipless --opt soap
-    python train_vit.py --skipless --opt soap --init default        the same net without the initialisation
-    python train_vit.py                                             the usual ViT: residual, AdamW
+On a laptop: embedded MNIST digits (4,000 + 1,000), 12 layers, 1.35 M parameters, 10 epochs, 1 to 2 minutes on two cores. Top-1 over three seeds
+(results/table1.json, 2026-11-30):
+    python train_vit.py --skipless --opt soap                           88.0 +- 1.2 %
+    python train_vit.py --skipless --opt soap --init default --lr 3e-4  69.8 +- 0.8 %   the same net without the initialisation
+    python train_vit.py                                                 83.2 +- 1.6 %   the usual ViT: residual, AdamW
 
 The paper's ViT-B/16 on ImageNet-1k, 8 GPUs (paper: residual AdamW 80.3, skipless + init + SOAP 80.8 % top-1):
     torchrun --nproc_per_node=8 train_vit.py --preset paper --data /path/to/imagenet --skipless --opt soap
