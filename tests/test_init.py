@@ -308,6 +308,28 @@ def test_auto_keeps_tokens_apart_in_a_real_net_until_its_upper_end(depth):
         assert printed[depth // 2] > 0.99
 
 
+def test_the_rule_knows_the_attention_temperature():
+    """Logits of block l are times beta ** -l: the forecast says so, a real net agrees, and the rule cancels more of the mean for it."""
+    constants, beta = dict(alpha=0.48, beta=0.96, c=3.0, cancel_mean=0.9), 1.2
+    torch.manual_seed(0)
+    net = ViT(3, 1, 3, 0, 192, 6, 6, shortcut="skipless", temperature_beta=beta)
+    init.init_skipless_vit(net, **constants)
+    x, diagonal = torch.randn(4, 10, 192), []
+    with torch.no_grad():
+        for block in net.blocks:
+            diagonal.append(block.attn.matrix(block.norm1(x)).diagonal(dim1=-2, dim2=-1).mean().item())
+            x = block(x)
+    forecast, _ = init.forecast(*init.qk_statistics(0.48, 0.96, 192, 6), 10, 6, 0.9, temperature_beta=beta)
+    assert np.abs(np.array(diagonal) - forecast).max() < 0.12 and forecast[5] < forecast[0] - 0.2
+    assert init.choose_constants(96, 3, 17, 6, temperature_beta=1.1)["cancel_mean"] > init.choose_constants(96, 3, 17, 6)["cancel_mean"] + 0.05
+
+
+def test_half_precision_models_can_be_initialised():
+    net = ViT(8, 4, 3, 5, 24, 2, 2, shortcut="skipless").bfloat16()
+    init.init_skipless_vit(net, 1.0, 2.0, 3.0, cancel_mean=0.5)
+    assert singular_values(net.blocks[0].mlp.fc1.weight).sub(2).abs().max() < 0.02
+
+
 def test_bisect_by_hand():
     assert init.bisect(lambda x: x >= 0.3, 0, 1) == pytest.approx(0.3)
     assert init.bisect(lambda x: True, 0, 1) == 0 and init.bisect(lambda x: False, 0, 1) == 1

@@ -149,6 +149,11 @@ def test_drop_path_needs_a_shortcut():
     for shortcut, alpha_min in (("skipless", 1.0), ("decayed", 0.0)):
         with pytest.raises(ValueError, match="drop path"):
             ViT(8, 4, 3, 5, 24, 3, 2, shortcut=shortcut, alpha_min=alpha_min, drop_path=0.1)
+    with pytest.raises(ValueError, match="drop path"):
+        ViT(8, 4, 3, 5, 24, 1, 2, shortcut="skipless", drop_path=0.1)              # its only block would have rate 0: still refused
+    for rate in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="drop path"):
+            ViT(8, 4, 3, 5, 24, 2, 2, drop_path=rate)
     ViT(8, 4, 3, 5, 24, 3, 2, shortcut="decayed", alpha_min=0.5, drop_path=0.1)
 
 

@@ -481,7 +481,10 @@ def picture(path, content=None):
     (["--lr", "nan"], ["--lr"]), (["--lr", "-1"], ["--lr"]), (["--lr", "abc"], ["--lr", "abc"]), (["--lr", "0"], ["--lr"]), (["--lr", "inf"], ["--lr"]),
     (["--epochs", "0"], ["--epochs"]), (["--depth", "0"], ["--depth"]), (["--seed", "9" * 30], ["--seed"]), (["--seed", "-1"], ["--seed"]),
     (["--data", "nowhere/at/all"], ["--data", "nowhere/at/all"]), (["--data", ""], ["data"]),
-    (["--device", "tpu"], ["--device tpu"]),
+    (["--device", "tpu"], ["--device tpu"]), (["--device", "cpu:abc"], ["--device cpu:abc"]),
+    (["--betas", "1", ".5"], ["--betas"]), (["--temperature-beta", "1e-300"], ["--temperature-beta"]), (["--epochs", "1e308"], ["--epochs"]),
+    (["--shortcut", "decayed"], ["--alpha-min"]), (["--skipless", "--init", "paper", "--alpha", "2"], ["--alpha", "--init skipless"]),
+    (["--opt", "muon", "--betas", ".9", ".9"], ["--betas", "muon"]),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "")
 def test_bad_flag(tmp_path, capsys, flags, words):
     """Exit code 2, one sentence that names the flag and its value, and no folder left behind."""
@@ -563,7 +566,9 @@ def test_unreadable_image(tmp_path, capsys, split, workers, content):
 @pytest.mark.parametrize("flags, words", [
     (["--depth", "3"], ["--depth 2", "--depth 3"]), (["--opt", "soap"], ["--opt adamw", "--opt soap"]), (["--seed", "1"], ["--seed 0", "--seed 1"]),
     (["--patch-size", "2"], ["--patch-size 4", "--patch-size 2"]), (["--init", "paper"], ["--init default", "--init paper"]),
-    (["--skipless", "--init", "default"], ["--shortcut residual", "--shortcut skipless"]), (["--shortcut", "decayed"], ["--shortcut residual", "--shortcut decayed"]),
+    (["--skipless", "--init", "default"], ["--shortcut residual", "--shortcut skipless"]), (["--shortcut", "decayed", "--alpha-min", ".5"], ["--alpha-min 1.0", "--alpha-min 0.5"]),
+    (["--weight-decay", ".5"], ["--weight-decay 0.05", "--weight-decay 0.5"]), (["--batch-size", "32"], ["--batch-size 64", "--batch-size 32"]),
+    (["--betas", ".8", ".9"], ["--betas None", "--betas [0.8, 0.9]"]), (["--precondition-frequency", "3"], ["--precondition-frequency 10"]),
     (["--size", "tiny"], ["--size nano", "--size tiny"]), (["--data", "emoji"], ["--data emoji", "digits8x8", "7 classes"]),
     (["--lr", ".5"], ["finished", "--lr", "0.001", "0.5"])], ids=lambda value: value[0])
 def test_checkpoint_of_another_run(copied, capsys, flags, words):
@@ -572,6 +577,18 @@ def test_checkpoint_of_another_run(copied, capsys, flags, words):
     said = sentence(capsys, command(copied, "--epochs", "1", "--ema", ".9", "--log-every", "10", "--eval-every", "11", *flags))
     assert all(w in said for w in words) and "ckpt.pt" in said and "--fresh" in said, said
     assert contents(copied) == before
+
+
+def test_constants_alone_mean_init_skipless():
+    """--alpha without --init skipless must not be dropped silently."""
+    args = train_vit.get_args(["--skipless", "--alpha", "2", "--beta", ".6"])
+    assert (args.init, args.alpha, args.beta, args.c) == ("skipless", 2, .6, 3)
+
+
+def test_checkpoint_that_is_a_folder(tmp_path, capsys):
+    (tmp_path / "run" / "ckpt.pt").mkdir(parents=True)
+    for flags in ([], ["--fresh"]):
+        assert "is not a file" in sentence(capsys, command(tmp_path / "run", *flags))
 
 
 def test_corrupted_checkpoint(copied, capsys):
