@@ -41,9 +41,9 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf, below=math.inf):
     def parse(text):
         value = kind(text)
         if not (abs(value) < math.inf and low <= value <= high and above < value < below):      # false for NaN too; an int may exceed any float
-            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"at least {low:g}"] * (low > -math.inf)
-            bounds += [f"at most {high:g}"] * (high < math.inf) + [f"below {below:g}"] * (below < math.inf)
-            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(bounds or ['finite'])}" if abs(value) < math.inf else f"{text} must be finite")
+            bounds = ["finite"] * (not abs(value) < math.inf) + [f"above {above:g}"] * (above > -math.inf) + [f"at least {low:g}"] * (low > -math.inf)
+            bounds += [f"below {below:g}"] * (below < math.inf) + [f"at most {high:g}"] * (high < math.inf)
+            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(bounds)}")
         return value
     parse.__name__ = kind.__name__           # argparse names the type in "invalid int value: 'x'"
     return parse
