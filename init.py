@@ -237,7 +237,8 @@ def bisect(ok, low, high, steps=25):
 
 
 # (alpha, beta, c). Paper 1 prints two: ViT-B (supervised) and ViT-S (DINO). nano is measured (results/table1.md): its heads have 32 dimensions,
-# half of the paper's 64, and ViT-B's printed constants lose 9 points there. tiny has heads of 64 and takes ViT-S's, large takes ViT-B's.
+# half of the paper's 64, and ViT-B's printed constants lose 9 points there. tiny has heads of 64 and keeps
+# ViT-S's, measured beside nano's (results/tiny.md); large takes ViT-B's.
 PAPER_CONSTANTS = {
     "nano": dict(alpha=1.0, beta=2.0, c=3.0),
     "tiny": dict(alpha=1.8, beta=1.0, c=3.0),
