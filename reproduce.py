@@ -212,6 +212,7 @@ def figure(claim, results, seeds, path):
                 axis.plot(epochs, [statistics.mean(v) for v in zip(*runs)], line, color=color, label=label(cell))
                 axis.fill_between(epochs, [min(v) for v in zip(*runs)], [max(v) for v in zip(*runs)], color=color, alpha=.15, lw=0)
         axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP"}[opt], ylim=(0, 100))
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=.3)
         axis.legend(frameon=False, fontsize=7, loc="lower right")
     axes[0, 0].set_ylabel("validation top-1, %")
