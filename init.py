@@ -347,9 +347,8 @@ def report(args):
 
 def plot_report(results, path, title):
     """Four panels over depth: attention diagonal, kappa(K), token cosine, effective rank."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import runtime
+    plt = runtime.pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), constrained_layout=True)
     panels = [("diagonal", "mean attention diagonal"), ("kappa_K", r"$\kappa(K)$ of the attention sub-block"), ("cosine", "mean token cosine"),
               ("rank", "effective rank of the tokens")]

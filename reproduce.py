@@ -193,9 +193,7 @@ def show_in_readme(name, text):
 
 def figure(claim, results, seeds, path):
     """Validation curves, mean over seeds with the range shaded; one panel per optimizer."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = runtime.pyplot()
     optimizers = list(dict.fromkeys(cell["opt"] for cell in claim["cells"]))
     fig, axes = plt.subplots(1, len(optimizers), figsize=(5 * len(optimizers), 3.8), sharey=True, squeeze=False, constrained_layout=True)
     label = lambda cell: cell["name"].rsplit(",", 1)[0]              # without the optimizer, so that a cell has one colour in all panels

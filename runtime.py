@@ -173,8 +173,6 @@ def save_checkpoint(path, checkpoint):
 
 def load_checkpoint(path):
     """The dict that `save_checkpoint` wrote, on the CPU. Raises BadInput when the file is not a whole checkpoint."""
-    if not Path(path).is_file():
-        raise BadInput(f"{path} is not a file: choose another --out")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                                   # on a damaged file the unpickler raises almost any type
@@ -296,11 +294,17 @@ def git_revision():
     return head.stdout.strip() + "+" * bool(dirty.stdout.strip()) if head.returncode == 0 else "unknown"
 
 
-def plot_curve(out, title, metric, label):
-    """out/log.jsonl -> out/curve.png: training loss and validation loss on the left, `metric` on the right."""
+def pyplot():
+    """matplotlib.pyplot, drawing to files only; imported late, since only the end of a run needs it."""
     import matplotlib
     matplotlib.use("Agg")                                        # no display needed
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
+def plot_curve(out, title, metric, label):
+    """out/log.jsonl -> out/curve.png: training loss and validation loss on the left, `metric` on the right."""
+    plt = pyplot()
     rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
     train, val = [r for r in rows if r.get("loss") is not None], [r for r in rows if r.get(metric) is not None]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)

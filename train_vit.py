@@ -41,13 +41,16 @@ PRESETS = {
     # of the paper); RandAugment 2/9, random erasing .25, clip 1 (DeiT, timm); SOAP betas (.9, .95) (the first author's MAE code), frequency 10 (SOAP's reference).
     "paper": dict(
         data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper",
-        lr=dict.fromkeys(("residual", "skipless"), {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}), betas=dict(soap=(0.9, 0.95)), weight_decay=0.3, clip=1.0, precondition_frequency=10,
+        lr={"residual": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3},
+            "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}},
+        betas=dict(soap=(0.9, 0.95)), weight_decay=0.3, clip=1.0, precondition_frequency=10,
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
-FIXED = ("size", "batch_size", "weight_decay", "betas", "precondition_frequency", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "opt", "init",
-         "alpha", "beta", "c", "cancel_mean", "mlp_gain", "seed", "holdout")
-FREE = ("preset", "eval_every", "train_images", "classes", "in_chans", "device", "compile", "workers", "threads", "out", "resume", "log_every", "save_every", "wandb", "micro_batch")
+FIXED = ("size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "init", "alpha", "beta", "c", "cancel_mean", "mlp_gain",
+         "opt", "betas", "weight_decay", "precondition_frequency", "batch_size", "seed", "holdout")
+FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch",
+        "train_images", "classes", "in_chans")
 
 
 def get_args(argv=None):
@@ -112,7 +115,20 @@ def get_args(argv=None):
     args.betas = list(args.betas or PRESETS[preset]["betas"].get(args.opt, ())) or None
     if args.betas and args.opt == "muon":
         raise BadInput("--betas has no meaning for --opt muon, which has one momentum: leave it out")
-    constants = dict(alpha=1.0, beta=2.0, c=3.0, cancel_mean=0.0, mlp_gain=1.0)          # of --init skipless
+    resolve_init(args, PRESETS[preset]["skipless_init"])
+    if args.shortcut == "decayed" and args.alpha_min is None:
+        raise BadInput("--shortcut decayed needs --alpha-min, the weight of the last shortcut: 1 would be residual, paper 3 uses 0.6 to 0.7")
+    args.alpha_min = 1.0 if args.alpha_min is None else args.alpha_min
+    if args.out is None:
+        depth = f"-depth{args.depth}" if args.depth else ""
+        args.out = f"out/vit-{args.size}{depth}-{args.shortcut}-{args.init}-{args.opt}-seed{args.seed}"
+    args.depth = args.depth or SIZES[args.size]["depth"]         # so that a resume with the depth spelt out is the same run
+    return args
+
+
+def resolve_init(args, skipless_init):
+    """Fill in --init and its constants where they were left out; a constant alone means --init skipless, and with another init it is refused."""
+    constants = dict(alpha=1.0, beta=2.0, c=3.0, cancel_mean=0.0, mlp_gain=1.0)
     given = [k for k in constants if getattr(args, k) is not None]
     if given and args.init is None:
         args.init = "skipless"
@@ -121,16 +137,8 @@ def get_args(argv=None):
     for k, value in constants.items():
         if getattr(args, k) is None:
             setattr(args, k, value)
-    if args.shortcut == "decayed" and args.alpha_min is None:
-        raise BadInput("--shortcut decayed needs --alpha-min, the weight of the last shortcut: 1 would be residual, paper 3 uses 0.6 to 0.7")
-    args.alpha_min = 1.0 if args.alpha_min is None else args.alpha_min
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
-        args.init = PRESETS[preset]["skipless_init"] if args.shortcut == "skipless" else "default"
-    if args.out is None:
-        depth = f"-depth{args.depth}" if args.depth else ""
-        args.out = f"out/vit-{args.size}{depth}-{args.shortcut}-{args.init}-{args.opt}-seed{args.seed}"
-    args.depth = args.depth or SIZES[args.size]["depth"]         # so that a resume with the depth spelt out is the same run
-    return args
+        args.init = skipless_init if args.shortcut == "skipless" else "default"
 
 
 def build_model(args, images):
