@@ -98,6 +98,64 @@ def init_vit(model):
 
 
 @torch.no_grad()
+def init_lm(model):
+    """The usual decoder initialisation (GPT-2): embedding and Linear weights normal of std 0.02; with a shortcut the last weight of each of the
+    2L branches, attn.proj and mlp.fc2, is divided by sqrt(2L), so that their sum has the variance of one. Norms 1."""
+    for m in model.modules():
+        if isinstance(m, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(m.weight, std=0.02)
+    if model.shortcut != "skipless":
+        for block in model.blocks:
+            for m in (block.attn.proj, block.mlp.fc2):
+                m.weight.div_(math.sqrt(2 * len(model.blocks)))
+
+
+@torch.no_grad()
+def init_residual_free_lm(model, alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp="suo"):
+    """Paper 2's initialisation of a decoder without residuals; the defaults are its constants. Changes the blocks only.
+
+    Q K   per head W^Q = W^K = sqrt(alpha_qk) P with P (D, d) Haar semi-orthogonal, so W^Q (W^K)^T = alpha_qk P P^T: alpha_qk times a projector of
+          rank d, the nearest that a head can come to the paper's alpha_qk I. A token's logit with itself is alpha_qk sqrt(d), with others alpha_qk N(0, 1).
+    V O   W^V = sqrt(alpha_vo) Q, W^O = sqrt(alpha_vo) Q^T with one Haar Q (D, D) per layer: the product is alpha_vo I exactly.
+    MLP   "suo", the paper: W^U = sqrt(alpha_u) SUO, W^D = sqrt(alpha_d) SUO, drawn independently (see `suo_`: singular values
+          2 sqrt(alpha_u) and sqrt(alpha_d) at ratio 4). "looks-linear", ours: see `looks_linear_`, same singular values.
+    """
+    for block in model.blocks:
+        attn = block.attn
+        w_q, w_k, w_v = attn.qkv.weight.chunk(3)                  # views: the functions write through
+        for rows in range(0, len(w_q), attn.head_dim):
+            head = slice(rows, rows + attn.head_dim)
+            nn.init.orthogonal_(w_q[head], math.sqrt(alpha_qk))
+        w_k.copy_(w_q)
+        nn.init.orthogonal_(w_v, math.sqrt(alpha_vo))
+        attn.proj.weight.copy_(w_v.T)
+        if mlp == "suo":
+            suo_(block.mlp.fc1.weight, math.sqrt(alpha_u))
+            suo_(block.mlp.fc2.weight, math.sqrt(alpha_d))
+        elif mlp == "looks-linear":
+            looks_linear_(block.mlp.fc1.weight, block.mlp.fc2.weight, math.sqrt(alpha_u), math.sqrt(alpha_d))
+        else:
+            raise ValueError(f"mlp {mlp!r} is unknown: use suo or looks-linear")
+
+
+@torch.no_grad()
+def looks_linear_(fc1, fc2, gain_1=1.0, gain_2=1.0):
+    """An MLP that starts as a multiple of the identity (ours for GELU; the idea is Balduzzi et al. 2017's for ReLU, arXiv 1702.08591).
+
+    fc1 (h, D) = a [U; -U], fc2 (D, h) = b [U^T, -U^T], U (h/2, D) with orthonormal columns. Since gelu(z) - gelu(-z) = z,
+        fc2 gelu(fc1 x) = a b U^T U x = a b x   exactly,
+    whatever constant is taken off the activation. a = gain_1 sqrt(h / D / 2), b = gain_2 / sqrt(2): the singular values of fc1 and fc2 are those of `suo_`.
+    The pairs part with the first update. Raises ValueError for an odd h, or h < 2 D, where U has no orthonormal columns.
+    """
+    h, D = fc1.shape
+    if h % 2 or h < 2 * D:
+        raise ValueError(f"a looks-linear MLP needs an even hidden width of at least twice the width, not {h} for {D}: use mlp_ratio 2 or more")
+    U = nn.init.orthogonal_(torch.empty(h // 2, D, dtype=torch.float64))
+    fc1.copy_(torch.cat([U, -U]) * gain_1 * math.sqrt(h / D / 2))
+    fc2.copy_(torch.cat([U, -U]).T * gain_2 / math.sqrt(2))
+
+
+@torch.no_grad()
 def init_skipless_vit(model, alpha, beta, c, dist="normal", cancel_mean=0.0, mlp_gain=1.0, parts=("qk", "vo", "mlp")):
     """Paper 1's initialisation of a ViT without residuals: mimetic Q K, orthogonal V O, scaled uniform orthogonal MLP, biases 0.
 
@@ -224,6 +282,55 @@ def choose_constants(dim, num_heads, tokens, depth, diagonal=0.95, cosine=0.95, 
     last_cosine = lambda share: forecast(k * unit_logit, k * unit_std, tokens, depth, share, temperature_beta=temperature_beta)[1][-1]
     share = bisect(lambda share: last_cosine(share) <= cosine, 0.0, 1.0)
     return dict(alpha=k, beta=ratio * k, c=c, cancel_mean=share)
+
+
+def causal_attention_map(cosine, alpha_qk, head_dim, tokens, temperature=1.0, seed=0):
+    """`attention_map` for a head of `init_residual_free_lm`, under a causal mask and with rotary positions: mean diagonal and token cosine after it.
+
+    Queries and keys are the same projection of the tokens, of which some samples are drawn: x_i = sqrt(c) u + sqrt(1 - c) z_i in d dimensions. What is
+    common to all tokens does not cancel here: turned by the distance, it makes near tokens the likelier ones. Values as in attention_map, row by row:
+        C_ik = (c + (1 - c) (A A^T)_ik) / sqrt((c + (1 - c) q_i) (c + (1 - c) q_k)),   q_i = sum_j A_ij^2;   c' is the mean over i != k.
+    """
+    from model import rope_table, rotate
+    generator = torch.Generator().manual_seed(seed)
+    heads = max(1, min(64, 2 ** 19 // tokens ** 2))               # short texts need more of them for a mean
+    u, z = torch.randn(heads, 1, 1, head_dim, generator=generator), torch.randn(heads, 1, tokens, head_dim, generator=generator)
+    x = rotate(math.sqrt(cosine) * u + math.sqrt(1 - cosine) * z, *rope_table(tokens, head_dim))
+    logits = (x @ x.mT)[:, 0] * alpha_qk * temperature / math.sqrt(head_dim)
+    A = logits.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+    C = cosine + (1 - cosine) * (A @ A.mT).mean(0)
+    C = C / torch.sqrt(C.diagonal()[:, None] * C.diagonal())
+    return A.diagonal(dim1=-2, dim2=-1).mean().item(), ((C.sum() - tokens) / max(1, tokens * (tokens - 1))).item()
+
+
+def forecast_lm(alpha_qk, head_dim, tokens, depth, temperature_beta=1.0, mlp="suo", center=0.0, alpha_u=1.5, scale=1.0, cosine=0.0):
+    """`forecast` for a decoder with `init_residual_free_lm`: mean attention diagonal and token cosine of every block.
+
+    A looks-linear MLP leaves cosines as they are, so only attention merges tokens. scale: of all logits, for attention_scale "model"."""
+    diagonal, cosines = [], []
+    for l in range(depth):
+        a, cosine = causal_attention_map(cosine, alpha_qk, head_dim, tokens, scale * temperature_beta ** -l)
+        if mlp == "suo":
+            cosine = mlp_map(cosine, center, math.sqrt(alpha_u))
+        diagonal.append(a)
+        cosines.append(cosine)
+    return diagonal, cosines
+
+
+def choose_lm_constants(dim, num_heads, tokens, depth, temperature_beta=1.0, attention_scale="head", diagonal=0.9, cosine=0.95):
+    """alpha_qk and center for a residual-free LM, from its size (ours; train_lm.py --init auto): a dict.
+
+    What a printed alpha_qk does depends on the head dimension, the context and the depth: .9 leaves tokens collapsed, in the paper's own size too. So:
+    1. alpha_qk is the smallest for which the forecast attention diagonal is at least `diagonal` in *every* block (at most 20: where narrow heads
+       or a high temperature put some block out of reach, its diagonal is what 20 gives);
+    2. center is the smallest share of GELU's mean for which the forecast token cosine of the last block is at most `cosine`: 0 in most sizes, once 1. holds.
+    """
+    head_dim = dim // num_heads
+    scale = 1.0 if attention_scale == "head" else num_heads ** -0.5
+    cast = lambda alpha, share: forecast_lm(alpha, head_dim, tokens, depth, temperature_beta, center=share, scale=scale)
+    alpha_qk = math.exp(bisect(lambda log: min(cast(math.exp(log), 0.0)[0]) >= diagonal, math.log(0.1), math.log(20.0), steps=9))
+    center = bisect(lambda share: cast(alpha_qk, share)[1][-1] <= cosine, 0.0, 1.0, steps=7)
+    return dict(alpha_qk=float(f"{alpha_qk:.2g}"), center=center)
 
 
 def bisect(ok, low, high, steps=25):

@@ -4,14 +4,16 @@
     x = a * x + mlp(norm2(x))           skipless: a = 0, the addition is not computed at all
                                         decayed:  a falls from 1 to alpha_min over the 2L sub-layers
 
-Names follow timm, so a residual ViT loads into timm's and back. Shapes: B images, N tokens, D channels, H heads, d = D / H.
+Names follow timm, so a residual ViT loads into timm's and back. Shapes: B images or texts, N tokens, D channels, H heads, d = D / H.
 """
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torchvision.ops import stochastic_depth
 
-from init import init_vit
+from init import init_lm, init_vit
 
 SIZES = {                                                        # parameters at 224 px, patch 16, 1000 classes
     "nano": dict(embed_dim=96, depth=12, num_heads=3),           # 1.5 M
@@ -25,44 +27,78 @@ SIZES = {                                                        # parameters at
 class Attention(nn.Module):
     """Multi-head self-attention, softmax(temperature * q k^T / sqrt(d)) v, through SDPA so that FlashAttention is used where torch has it.
 
-    temperature: tau_l of paper 2, beta ** -l at layer l; 1 is the usual attention.
+    temperature: tau_l of paper 2, beta ** -l at layer l; 1 is the usual attention. causal: token i sees tokens 0..i only.
     """
 
-    def __init__(self, dim, num_heads, bias=True, temperature=1.0):
+    def __init__(self, dim, num_heads, bias=True, temperature=1.0, causal=False):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"embed_dim {dim} is not divisible by num_heads {num_heads}: change one of them")
-        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.num_heads, self.head_dim, self.causal = num_heads, dim // num_heads, causal
         self.scale = temperature * self.head_dim ** -0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
         self.proj = nn.Linear(dim, dim, bias=bias)
 
-    def heads(self, x):
-        """x (B, N, D) -> q, k, v, each (B, H, N, d). Rows of qkv.weight: all of q, then k, then v; within each, head by head."""
-        B, N, _ = x.shape
-        return self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    def heads(self, x, rope=None):
+        """x (B, N, D) -> q, k, v, each (B, H, N, d). Rows of qkv.weight: all of q, then k, then v; within each, head by head.
 
-    def forward(self, x):
-        q, k, v = self.heads(x)
-        x = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        rope: the (cos, sin) of `rope_table` for these tokens, or None for no rotation."""
+        B, N, _ = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        return (q, k, v) if rope is None else (rotate(q, *rope), rotate(k, *rope), v)
+
+    def forward(self, x, rope=None, cache=None):
+        """cache: a dict that keeps k and v of the tokens before x, for generation; it is extended in place."""
+        q, k, v = self.heads(x, rope)
+        if cache is not None:
+            if cache:
+                k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
+            cache.update(k=k, v=v)
+        new, all_ = q.shape[2], k.shape[2]
+        # is_causal aligns the corner at the top left, so where tokens came before, the mask is written out; a single new token sees everything
+        mask = torch.ones(new, all_, dtype=torch.bool, device=x.device).tril(all_ - new) if self.causal and 1 < new < all_ else None
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and new == all_, scale=self.scale)
         return self.proj(x.transpose(1, 2).flatten(2))
 
-    def matrix(self, x):
+    def matrix(self, x, rope=None):
         """The attention matrix A (B, H, N, N) itself, which SDPA never forms: for measurements only."""
-        q, k, _ = self.heads(x)
-        return (q @ k.mT * self.scale).softmax(-1)
+        q, k, _ = self.heads(x, rope)
+        logits = q @ k.mT * self.scale
+        if self.causal:
+            logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
+        return logits.softmax(-1)
+
+
+def rope_table(length, head_dim, base=10000.0):
+    """(cos, sin), each (length, d), of the angles position * base ** (-2 i / d), i = 0 .. d/2 - 1, written twice: for the two halves of a head."""
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding (Su et al. 2021) in LLaMA's layout: dimensions i and i + d/2 of x (B, H, N, d) turn by the token's angle i.
+
+    A product q k^T of two rotated tokens depends on their distance only."""
+    one, two = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-two, one], dim=-1) * sin).to(x.dtype)
 
 
 class MLP(nn.Module):
-    """fc2(gelu(fc1(x))), exact (erf) GELU, hidden width mlp_ratio * dim."""
+    """fc2(gelu(fc1(x)) - shift), exact (erf) GELU, hidden width mlp_ratio * dim.
 
-    def __init__(self, dim, hidden, bias=True):
+    shift: a constant off the activation, for nets without biases (a bias of fc2 could do the same); 0 is the usual MLP.
+    """
+
+    def __init__(self, dim, hidden, bias=True, shift=0.0):
         super().__init__()
+        self.shift = shift
         self.fc1 = nn.Linear(dim, hidden, bias=bias)
         self.fc2 = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x):
-        return self.fc2(F.gelu(self.fc1(x)))
+        x = F.gelu(self.fc1(x))
+        return self.fc2(x - self.shift if self.shift else x)
 
 
 def shortcut_weights(shortcut, depth, alpha_min=1.0):
@@ -95,14 +131,15 @@ class Block(nn.Module):
     drop_path is refused where a = 0: dropping a branch that is the whole signal wipes the sample out.
     """
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, alphas=(1.0, 1.0), temperature=1.0, drop_path=0.0, norm=nn.LayerNorm, eps=1e-6, bias=True):
+    def __init__(self, dim, num_heads, mlp_ratio=4.0, alphas=(1.0, 1.0), temperature=1.0, drop_path=0.0, norm=nn.LayerNorm, eps=1e-6, bias=True,
+                 causal=False, shift=0.0):
         super().__init__()
         check_drop_path(drop_path, alphas)
         self.alphas, self.drop_path = alphas, drop_path
         self.norm1 = norm(dim, eps=eps)
-        self.attn = Attention(dim, num_heads, bias, temperature)
+        self.attn = Attention(dim, num_heads, bias, temperature, causal)
         self.norm2 = norm(dim, eps=eps)
-        self.mlp = MLP(dim, int(dim * mlp_ratio), bias)
+        self.mlp = MLP(dim, int(dim * mlp_ratio), bias, shift)
 
     def join(self, alpha, x, branch):
         """alpha * x + branch, without computing what does not matter."""
@@ -112,8 +149,8 @@ class Block(nn.Module):
             branch = stochastic_depth(branch, self.drop_path, "row", self.training)
         return x + branch if alpha == 1 else alpha * x + branch
 
-    def forward(self, x):
-        x = self.join(self.alphas[0], x, self.attn(self.norm1(x)))
+    def forward(self, x, rope=None, cache=None):
+        x = self.join(self.alphas[0], x, self.attn(self.norm1(x), rope, cache))
         return self.join(self.alphas[1], x, self.mlp(self.norm2(x)))
 
 
@@ -190,3 +227,70 @@ class ViT(nn.Module):
         x = self.forward_features(x)
         x = x[:, 0] if self.pool == "token" else x[:, 1:].mean(1)
         return self.head(self.fc_norm(x))
+
+
+class LM(nn.Module):
+    """LLaMA-style decoder: RMSNorm, rotary positions, no biases, tied embeddings, causal SDPA, two-matrix exact-GELU MLP (paper 2).
+
+    temperature_beta: attention scale tau_l / sqrt(d) with tau_l = beta ** -l, l from 0. attention_scale: "head" divides by sqrt(head_dim), as
+    usual; "model" by sqrt(embed_dim), as paper 2's formula reads when its d is the width. shift: see MLP.
+    The defaults have 194.48 M parameters, the paper's size. Raises ValueError for sizes that do not fit.
+    """
+
+    def __init__(self, vocab_size=32000, block_size=512, embed_dim=768, depth=24, num_heads=12, mlp_ratio=4.0, shortcut="residual",
+                 temperature_beta=1.0, alpha_min=1.0, attention_scale="head", shift=0.0):
+        super().__init__()
+        if attention_scale not in ("head", "model"):
+            raise ValueError(f"attention_scale {attention_scale!r} is unknown: use head or model")
+        if embed_dim % num_heads == 0 and embed_dim // num_heads % 2:
+            raise ValueError(f"heads of {embed_dim // num_heads} dimensions cannot be rotated in pairs: choose num_heads so that embed_dim / num_heads is even")
+        self.vocab_size, self.block_size, self.shortcut = vocab_size, block_size, shortcut
+        self.token_embed = nn.Embedding(vocab_size, embed_dim)
+        alphas = shortcut_weights(shortcut, depth, alpha_min)
+        scale = 1.0 if attention_scale == "head" else num_heads ** -0.5
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, num_heads, mlp_ratio, alphas=(alphas[2 * l], alphas[2 * l + 1]), temperature=scale * temperature_beta ** -l,
+                  norm=nn.RMSNorm, bias=False, causal=True, shift=shift) for l in range(depth))
+        self.norm = nn.RMSNorm(embed_dim, eps=1e-6)
+        self.head = nn.Linear(embed_dim, vocab_size, bias=False)
+        self.head.weight = self.token_embed.weight
+        for name, table in zip(("cos", "sin"), rope_table(block_size, embed_dim // num_heads)):
+            self.register_buffer(name, table, persistent=False)
+        init_lm(self)
+
+    def rope(self, start, stop):
+        """(cos, sin) for the positions start .. stop - 1. Raises ValueError past the end of the context."""
+        if stop > self.block_size:
+            raise ValueError(f"{stop} tokens do not fit the context of {self.block_size}: pass fewer, or build the model with a larger block_size")
+        return self.cos[start:stop], self.sin[start:stop]
+
+    def forward(self, tokens, cache=None):
+        """Tokens (B, N) -> logits (B, N, V) for the token that follows each.
+
+        cache: a list of one dict per block, empty at first; then only the new tokens are passed, and those before them come out of it."""
+        past = cache[0]["k"].shape[2] if cache and cache[0] else 0
+        rope = self.rope(past, past + tokens.shape[1])
+        x = self.token_embed(tokens)
+        for l, block in enumerate(self.blocks):
+            x = block(x, rope, None if cache is None else cache[l])
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def generate(self, tokens, count, temperature=1.0, top_k=None, generator=None):
+        """Tokens (B, N) -> (B, N + count), drawn from softmax(logits / temperature) of the top_k likeliest; temperature 0 takes the likeliest.
+
+        Keys and values are cached while the text fits the context; past it, each token sees the last block_size tokens."""
+        cache = [{} for _ in self.blocks]
+        new = tokens
+        for _ in range(count):
+            if tokens.shape[1] > self.block_size:                # positions shift with the window, so cached keys are of no more use
+                cache, new = None, tokens[:, -self.block_size:]
+            logits = self(new, cache)[:, -1].float()
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k and top_k < logits.shape[-1]:
+                    logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
+                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, new], dim=1)
+        return tokens

@@ -12,6 +12,7 @@ and the figure (results/<claim>.png) are drawn from that file alone.
 """
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -79,25 +80,65 @@ CLAIMS = {
 }
 
 
+# Paper 2 at laptop scale: 12 layers of 128, bytes, 400 steps of 1,024 tokens. With a temperature the constants and the lr are those without.
+FREE, TEMPERATURE = "--shortcut skipless --init auto", "--shortcut skipless --init residual-free --alpha-qk 4.1 --temperature-beta 1.1"
+CLAIMS["lm"] = dict(
+    title="Paper 2, language models: loss (nats per byte), what quantisation adds to it, and how Gaussian activations are",
+    script="train_lm.py", search="--steps 200 --eval-every 200 --sample-tokens 0", final="--sample-tokens 0",
+    cells=[dict(name=f"residual, {label}", flags="--shortcut residual --init default", opt=opt, lrs=lrs)
+           for label, opt, lrs in (("AdamW", "adamw", [1e-3, 3e-3, 1e-2]), ("KL-Shampoo", "kl-shampoo", [1e-3, 3e-3, 1e-2]),
+                                   ("SOAP", "soap", [1e-3, 3e-3, 1e-2]), ("Muon", "muon", [1e-3, 3e-3, 1e-2]))]
+    + [dict(name=f"skipless, {label}", flags=FREE, opt=opt, lrs=lrs)
+       for label, opt, lrs in (("KL-Shampoo", "kl-shampoo", [3e-3, 1e-2, 3e-2]), ("SOAP", "soap", [1e-3, 3e-3, 1e-2]), ("Muon", "muon", [1e-3, 3e-3, 1e-2]),
+                               ("AdamW", "adamw", [3e-4, 1e-3, 3e-3]))]
+    + [dict(name=f"skipless, temperature 1.1, {label}", flags=TEMPERATURE, opt=opt, lrs=f"skipless, {label}")
+       for label, opt in (("KL-Shampoo", "kl-shampoo"), ("SOAP", "soap"), ("Muon", "muon"), ("AdamW", "adamw"))]
+    + [dict(name="skipless, the paper's constants, KL-Shampoo", flags="--shortcut skipless --init paper --temperature-beta 1.1", opt="kl-shampoo", lrs=[3e-3, 1e-2, 3e-2])])
+
+# What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
+# progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
+METRICS = {"train_vit.py": dict(search="val_top1", final="val_top1", sign=1, useless=15), "train_lm.py": dict(search="tail_loss", final="val_loss", sign=-1, useless=-3.1)}
+
+
 def command(claim, cell, lr, seed, extra=""):
     return f"{claim['script']} {cell['flags']} --opt {cell['opt']} --lr {lr:g} --seed {seed} {extra}".strip()
 
 
-def run(command_line):
-    """Run one command on one thread in a folder of its own; return its measurements. Raises RuntimeError with the script's own words."""
+def python(command_line, out):
+    """Run one command on one thread."""
+    return subprocess.run([sys.executable, *command_line.split(), "--threads", "1", "--out", out], cwd=HERE, capture_output=True, text=True,
+                          env=dict(os.environ, OMP_NUM_THREADS="1"))
+
+
+def run(command_line, quantized=False):
+    """Run one command in a folder of its own; return its measurements, with `quantized` also quantize.py's. Raises RuntimeError with the script's own words."""
     with tempfile.TemporaryDirectory() as out:
-        done = subprocess.run([sys.executable, *command_line.split(), "--threads", "1", "--out", out], cwd=HERE, capture_output=True, text=True,
-                              env=dict(os.environ, OMP_NUM_THREADS="1"))
+        done = python(command_line, out)
         log = Path(out, "log.jsonl")
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    record = dict(command=f"python {command_line}", date=datetime.date.today().isoformat(), revision=runtime.git_revision(), hardware=hardware())
-    if done.returncode == 2 and "not finite" in done.stderr:      # an lr too high is an answer, not a fault
-        return dict(record, diverged=done.stderr.strip(), val_top1=[])
+        record = dict(command=f"python {command_line}", date=datetime.date.today().isoformat(), revision=runtime.git_revision(), hardware=hardware())
+        if done.returncode == 2 and "not finite" in done.stderr:  # an lr too high is an answer, not a fault
+            return dict(record, diverged=done.stderr.strip())
+        if done.returncode:
+            raise RuntimeError(f"{command_line}\n{done.stderr}")
+        if quantized:
+            record["quantized"] = quantize(out)
+    evals, losses = [r for r in rows if "val_loss" in r], [r["loss"] for r in rows if "loss" in r]
+    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift"):
+        if key in evals[0]:
+            record[key] = [r[key] for r in evals]
+    return dict(record, loss=losses[-1], tail_loss=[statistics.mean(losses[-(-3 * len(losses) // 4):])],
+                model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
+
+
+def quantize(out):
+    """The run's checkpoint through quantize.py: loss per precision, kurtosis of every block's output, SQNR of the Linears' inputs at 8 bits."""
+    done = python(f"quantize.py --ckpt {out}/ckpt.pt --bits 12 8 6 4 --eval-tokens 32768", out)
     if done.returncode:
-        raise RuntimeError(f"{command_line}\n{done.stderr}")
-    values = [r for r in rows if "val_loss" in r]
-    return dict(record, val_top1=[r["val_top1"] for r in values], val_loss=[r["val_loss"] for r in values],
-                loss=[r["loss"] for r in rows if "loss" in r][-1], model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
+        raise RuntimeError(done.stderr)
+    measured = json.loads(Path(out, "quantize.json").read_text())["checkpoints"][0]
+    return dict(loss={row["precision"]: row["loss"] for row in measured["rows"]}, kurtosis=[layer["excess_kurtosis"] for layer in measured["stats"]["block_output"]],
+                sqnr8_mean=measured["sqnr8_mean"], sqnr8_min=measured["sqnr8_min"])
 
 
 def hardware():
@@ -122,12 +163,12 @@ class Results:
         temporary.write_text(json.dumps(self.data, indent=1, sort_keys=True) + "\n")
         os.replace(temporary, self.path)
 
-    def final(self, key, line=None):
-        """Last-epoch value of a run; -1 for a run that diverged, None for one not yet made (or made by another command than `line`)."""
+    def final(self, key, line=None, metric="val_top1"):
+        """The last value of a run; nan for a run that diverged, None for one not yet made (or made by another command than `line`)."""
         record = self.data["runs"].get(key)
         if record is None or (line is not None and record["command"] != f"python {line}"):
             return None
-        return (record["val_top1"] or [-1.0])[-1]
+        return (record.get(metric) or [math.nan])[-1]
 
 
 def search_key(cell, lr):
@@ -138,9 +179,15 @@ def final_key(cell, seed):
     return f"final | {cell['name']} | seed {seed}"
 
 
-def best_lr(cell, results):
-    """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end: up to 7 lrs, and not below 15 %,
-    since near chance there is nothing to follow."""
+def best_lr(cell, results, metric=METRICS["train_vit.py"]):
+    """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end: up to 7 lrs, and not where the best is
+    useless, since near chance there is nothing to follow."""
+    def score(lr):
+        value = results.final(search_key(cell, lr), metric=metric["search"])
+        return -math.inf if math.isnan(value) else metric["sign"] * value
+    if isinstance(cell["lrs"], str):                               # the cell whose lr this one takes over
+        other = next(c for c in CLAIMS["lm"]["cells"] if c["name"] == cell["lrs"])
+        return best_lr(other, results, metric)[0], []
     lrs = list(cell["lrs"])
     if len(lrs) == 1:                                              # given, not searched
         return lrs[0], []
@@ -148,9 +195,8 @@ def best_lr(cell, results):
         missing = [lr for lr in lrs if results.final(search_key(cell, lr)) is None]
         if missing:
             return None, missing
-        best = max(lrs, key=lambda lr: results.final(search_key(cell, lr)))
-        score = results.final(search_key(cell, best))
-        if len(lrs) >= 7 or lrs[0] < best < lrs[-1] or score < 15:
+        best = max(lrs, key=score)
+        if len(lrs) >= 7 or lrs[0] < best < lrs[-1] or score(best) < metric["useless"]:
             return best, []
         step = lrs[1] / lrs[0]
         lrs = [float(f"{lrs[0] / step:.1g}"), *lrs] if best == lrs[0] else [*lrs, float(f"{lrs[-1] * step:.1g}")]
@@ -160,7 +206,7 @@ def pending(claim, results, seeds):
     """The runs that can be made now: [(key, command)]. Searches first; a cell's final runs follow once its lr is known."""
     jobs = []
     for cell in claim["cells"]:
-        lr, missing = best_lr(cell, results)
+        lr, missing = best_lr(cell, results, METRICS[claim["script"]])
         jobs += [(search_key(cell, m), command(claim, cell, m, 1000, claim["search"])) for m in missing]
         if lr is not None:
             lines = {final_key(cell, s): command(claim, cell, lr, s, claim["final"]) for s in range(seeds)}
@@ -175,11 +221,33 @@ def table(claim, results, seeds):
         values = [v for s in range(seeds) if (v := results.final(final_key(cell, s))) is not None]
         lr, _ = best_lr(cell, results)
         if values and lr is not None:
-            good = [v for v in values if v >= 0]                     # a run that diverged is counted, not averaged
-            shown = f"{statistics.mean(good):.1f}" if good else "-"
-            shown += f" ± {statistics.stdev(good):.1f}" if len(good) > 1 else ""
-            shown += f", {len(values) - len(good)} diverged" if len(good) < len(values) else ""
-            lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {shown} | {len(values)} | {lr:g} |")
+            lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {spread(values)} | {len(values)} | {lr:g} |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(values, digits=1, sign=""):
+    """mean ± std; a run that diverged is counted, not averaged."""
+    good = [v for v in values if not math.isnan(v)]
+    shown = f"{statistics.mean(good):{sign}.{digits}f}" if good else "-"
+    shown += f" ± {statistics.stdev(good):.{digits}f}" if len(good) > 1 else ""
+    return shown + (f", {len(values) - len(good)} diverged" if len(good) < len(values) else "")
+
+
+def lm_table(claim, results, seeds):
+    """As `table`, for language models: validation loss, what each activation width adds to it, and how Gaussian the blocks' outputs are."""
+    lines = ["| cell | val loss | A12 | A8 | A6 | A4 | kurtosis at ⅔ depth | largest | SQNR at 8 bits, dB | isometry drift | seeds | lr |", "|" + "---|" * 12]
+    for cell in claim["cells"]:
+        lr, _ = best_lr(cell, results, METRICS["train_lm.py"])
+        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
+        if not runs or lr is None:
+            continue
+        good = [r for r in runs if "quantized" in r]
+        shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 3)]
+        shown += [spread([r["quantized"]["loss"][f"W8A{bits}"] - r["quantized"]["loss"]["float32"] for r in good], 3, "+") for bits in (12, 8, 6, 4)]
+        kurtosis = [r["quantized"]["kurtosis"] for r in good]
+        shown += [spread([k[round(len(k) * 2 / 3) - 1] for k in kurtosis], 2), spread([max(k) for k in kurtosis], 2)]
+        shown += [spread([r["quantized"]["sqnr8_mean"] for r in good], 1), spread([r["isometry_drift"][-1] for r in good], 2)]
+        lines.append(f"| {cell['name']} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
     return "\n".join(lines) + "\n"
 
 
@@ -189,6 +257,28 @@ def show_in_readme(name, text):
     before, start, rest = path.read_text().partition(f"<!-- {name} -->\n")
     if start:
         path.write_text(before + start + text + rest[rest.index(f"<!-- /{name} -->"):])
+
+
+def lm_figure(claim, results, seeds, path):
+    """Left: excess kurtosis of the blocks' outputs over depth. Right: what each activation width costs. Means over seeds; residual nets grey."""
+    plt = runtime.pyplot()
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    bits, greys = (12, 8, 6, 4), iter([".2", ".4", ".6", ".8"])
+    for cell in claim["cells"]:
+        runs = [r["quantized"] for s in range(seeds) if "quantized" in (r := results.data["runs"].get(final_key(cell, s), {}))]
+        if runs:
+            style = dict(color=next(greys, ".8"), ls="--") if cell["name"].startswith("residual,") else {}
+            mean = [statistics.mean(v) for v in zip(*(r["kurtosis"] for r in runs))]
+            left.plot(range(1, len(mean) + 1), mean, "o", ms=3, label=cell["name"], **{"ls": "-", **style})
+            cost = [statistics.mean(r["loss"][f"W8A{b}"] - r["loss"]["float32"] for r in runs) for b in bits]
+            right.plot([f"A{b}" for b in bits], cost, "o", ms=3, **{"ls": "-", **style})
+    left.set(xlabel="block", ylabel="excess kurtosis of its output", yscale="symlog")
+    right.set(xlabel="bits of the activations (weights 8)", ylabel="loss added, nats per token", yscale="log")
+    left.legend(frameon=False, fontsize=7)
+    for axis in (left, right):
+        axis.grid(alpha=.3)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
 
 
 def figure(claim, results, seeds, path):
@@ -243,20 +333,21 @@ def main(argv=None):
         while True:
             for key, line in pending(claim, results, args.seeds):
                 if key not in running.values() and len(running) < args.jobs:
-                    running[pool.submit(run, line)] = key
+                    running[pool.submit(run, line, quantized=claim["script"] == "train_lm.py" and key.startswith("final"))] = key
             if not running:
                 break
             done = next(as_completed(running))
             key = running.pop(done)
             results.put(key, done.result())
             bar.update()
-            tqdm.write(f"{key}: {results.final(key):.1f}")
-    text = table(whole, results, args.seeds)                         # --only limits what runs, not what is shown
+            tqdm.write(f"{key}: {results.final(key, metric=METRICS[claim['script']]['final']):.4g}")
+    lm = claim["script"] == "train_lm.py"
+    text = (lm_table if lm else table)(whole, results, args.seeds)                         # --only limits what runs, not what is shown
     where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
     (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
     if folder == HERE / "results":
         show_in_readme(args.claim, text)
-    figure(whole, results, args.seeds, folder / f"{args.claim}.png")
+    (lm_figure if lm else figure)(whole, results, args.seeds, folder / f"{args.claim}.png")
     print(text)
 
 

@@ -139,6 +139,14 @@ def all_sum(values, world):
     return total.tolist()
 
 
+def split_batch(args, world):
+    """Micro-steps per update; fills in args.micro_batch. Raises BadInput where --batch-size does not divide among processes and micro-batches."""
+    args.micro_batch = args.micro_batch or max(1, args.batch_size // world.size)
+    if args.batch_size % (world.size * args.micro_batch):
+        raise BadInput(f"--batch-size {args.batch_size} is not divisible by {world.size} processes x --micro-batch {args.micro_batch}: change one of the three")
+    return args.batch_size // (world.size * args.micro_batch)
+
+
 def mix_seed(*parts):
     """A seed from integers and strings: sums such as seed + rank collide between runs, a hash does not. 32 bits are all that torch's CPU generator uses."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
@@ -181,6 +189,14 @@ def load_checkpoint(path):
     if missing:
         raise BadInput(f"{path} lacks {', '.join(sorted(missing))}, so it was not written by this script: choose another --out")
     return checkpoint
+
+
+def find_checkpoint(out, resume):
+    """(path, checkpoint) of the run in folder `out`; checkpoint is None where there is none, or it is not to be resumed."""
+    path = Path(out) / "ckpt.pt"
+    if path.exists() and not path.is_file():
+        raise BadInput(f"{path} is not a file: choose another --out")
+    return path, load_checkpoint(path) if resume and path.exists() else None
 
 
 def check_resume(path, saved, args, fixed, free):
@@ -302,8 +318,24 @@ def pyplot():
     return matplotlib.pyplot
 
 
-def plot_curve(out, title, metric, label):
-    """out/log.jsonl -> out/curve.png: training loss and validation loss on the left, `metric` on the right."""
+def matmul_rate(device, dtype, size=1024, repeats=5):
+    """Floating-point operations per second of a large matrix product on this device, measured: what MFU is a share of."""
+    size *= 4 if device.type == "cuda" else 1                    # a GPU is not filled by less
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
+    a @ a                                                        # the first call sets the library up
+    best = math.inf
+    for _ in range(repeats):
+        wait()
+        start = time.perf_counter()
+        a @ a
+        wait()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size ** 3 / best
+
+
+def plot_curve(out, title, metric, label, digits=1):
+    """out/log.jsonl -> out/curve.png: training loss and validation loss on the left, `metric` on the right, its last value to that many digits."""
     plt = pyplot()
     rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
     train, val = [r for r in rows if r.get("loss") is not None], [r for r in rows if r.get(metric) is not None]
@@ -314,7 +346,7 @@ def plot_curve(out, title, metric, label):
     left.legend(frameon=False)
     right.plot([r["step"] for r in val], [r[metric] for r in val], "o-", ms=3, color="C2")
     if val:
-        right.annotate(f"{val[-1][metric]:.1f}", (val[-1]["step"], val[-1][metric]), xytext=(-4, -14), textcoords="offset points", ha="right")
+        right.annotate(f"{val[-1][metric]:.{digits}f}", (val[-1]["step"], val[-1][metric]), xytext=(-4, -14), textcoords="offset points", ha="right")
     right.set(xlabel="step", ylabel=label)
     for axis in (left, right):
         axis.grid(alpha=.3)

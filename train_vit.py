@@ -14,7 +14,6 @@ import copy
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -184,10 +183,7 @@ def main(argv=None):
     args = get_args(argv)
     world = runtime.start(args.device, args.threads)
     dtype, why = runtime.pick_dtype(args.dtype, world.device)
-    args.micro_batch = args.micro_batch or max(1, args.batch_size // world.size)
-    if args.batch_size % (world.size * args.micro_batch):
-        raise BadInput(f"--batch-size {args.batch_size} is not divisible by {world.size} processes x --micro-batch {args.micro_batch}: change one of the three")
-    micro_steps = args.batch_size // (world.size * args.micro_batch)
+    micro_steps = runtime.split_batch(args, world)
 
     # data, model, optimizer
     images = data.load_images(args.data, args.holdout, args.seed)
@@ -205,12 +201,9 @@ def main(argv=None):
     mix = data.mixer(len(images.classes), args.mixup, args.cutmix)
 
     # resume, before anything is written
-    ckpt = Path(args.out) / "ckpt.pt"
+    ckpt, saved = runtime.find_checkpoint(args.out, args.resume)
     flags, step, best, top1, notes = dict(vars(args), train_images=len(images.train), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
-    if ckpt.exists() and not ckpt.is_file():
-        raise BadInput(f"{ckpt} is not a file: choose another --out")
-    if args.resume and ckpt.exists():
-        saved = runtime.load_checkpoint(ckpt)
+    if saved:
         notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
         kind = [[f[k] for k in ("train_images", "classes", "in_chans")] for f in (saved["args"], flags)]
         if kind[0] != kind[1]:                                   # a folder may move, but not change
