@@ -4,9 +4,9 @@
     python bench.py tokenize                 MB/s of `prepare` on one core, beside tiktoken alone
 """
 import json
-import math
 import statistics
 import time
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import optim
 import runtime
+import text
 from model import LM
 
 
@@ -50,3 +51,89 @@ class GPT(nn.Module):
 
     def forward(self, tokens):
         return self.lm_head(self.ln_f(self.h(self.wte(tokens) + self.wpe.weight[:tokens.shape[1]])))
+
+
+LM_SIZES = {                                                     # of train_lm.py's presets
+    "laptop": dict(vocab_size=257, block_size=128, embed_dim=128, depth=12, num_heads=4),
+    "paper": dict(vocab_size=32000, block_size=512, embed_dim=768, depth=24, num_heads=12),
+}
+
+
+def interleaved(steps, repeats, wait=lambda: None):
+    """{name: [seconds, ...]} of the functions `steps`, called in turn so that a noisy machine disturbs all alike; the first two rounds are warm-up."""
+    seconds = {name: [] for name in steps}
+    for _ in range(repeats + 2):
+        for name, step in steps.items():
+            wait()
+            start = time.perf_counter()
+            step()
+            wait()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: values[2:] for name, values in seconds.items()}
+
+
+def training_step(model, optimizer, x, y, device, dtype):
+    """A function that makes one step: forward, backward, clip, update; the same for every model."""
+    def step():
+        with runtime.autocast(device, dtype):
+            logits = model(x)
+        F.cross_entropy(logits.float().flatten(0, 1), y.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def bench_step(args, world):
+    """Tokens/s of a training step with AdamW: ours with and without residuals, and nanoGPT's architecture. Ratios are of medians."""
+    dtype, _ = runtime.pick_dtype(args.dtype, world.device)
+    sizes = LM_SIZES[args.size]
+    models = {"nanoGPT": GPT(**sizes), "ours, residual": LM(**sizes), "ours, skipless": LM(**sizes, shortcut="skipless")}
+    tokens = torch.randint(sizes["vocab_size"], (args.batch_size, sizes["block_size"] + 1), device=world.device)
+    steps = {}
+    for name, model in models.items():
+        model.to(world.device)
+        optimizer = optim.build_optimizer(model, "adamw", 1e-4, 0.01)
+        run = torch.compile(model) if args.compile else model
+        steps[name] = training_step(run, optimizer, tokens[:, :-1], tokens[:, 1:], world.device, dtype)
+    wait = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
+    seconds = {name: statistics.median(v) for name, v in interleaved(steps, args.repeats, wait).items()}
+    return {name: dict(tokens_per_s=args.batch_size * sizes["block_size"] / s, ms=1e3 * s, ratio=seconds["nanoGPT"] / s) for name, s in seconds.items()}
+
+
+def bench_tokenize(args, world):
+    """MB/s of text to shards on one core (reading, splitting into documents, BPE, writing), beside tiktoken's encoder alone on the same text."""
+    raise NotImplementedError
+
+
+BENCHES = {"step": bench_step, "tokenize": bench_tokenize}
+
+
+def main(argv=None):
+    number = runtime.number
+    parser = runtime.Parser(description=__doc__)
+    add = parser.add_argument
+    add("bench", choices=list(BENCHES), help="what to measure")
+    add("--size", choices=list(LM_SIZES), default="laptop", help="step: the sizes of train_lm.py's preset of that name")
+    add("--batch-size", type=number(int, low=1), default=8, help="step: sequences")
+    add("--repeats", type=number(int, low=1), default=20, help="measured repetitions, after two that are not")
+    add("--threads", type=number(int, low=1), default=2, help="CPU threads")
+    add("--device", default="auto", help="auto, cpu, cuda or mps")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="step: arithmetic of the forward pass")
+    add("--compile", action="store_true", help="step: torch.compile the models")
+    add("--out", default=None, help="also write the figures to this JSON file")
+    args = parser.parse_args(argv)
+    world = runtime.start(args.device, args.threads)
+    torch.manual_seed(0)
+    rows = BENCHES[args.bench](args, world)
+    columns = list(next(iter(rows.values())))
+    print(f"{args.bench}, {world.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, median of {args.repeats}\n")
+    print("| | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
+    for name, row in rows.items():
+        print(f"| {name} | " + " | ".join(f"{row[c]:.4g}" for c in columns) + " |")
+    if args.out:
+        Path(args.out).write_text(json.dumps(dict(args=vars(args), torch=torch.__version__, rows=rows), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    runtime.run(main)

@@ -5,6 +5,7 @@ paper W^Q (W^K)^T  =  w_q^T w_k,  and paper W^V W^O  =  w_v^T w_o^T.  All functi
 
     python init.py          how well conditioned each initialisation is, layer by layer -> table and results/init.png
 """
+import functools
 import math
 
 import torch
@@ -317,6 +318,7 @@ def forecast_lm(alpha_qk, head_dim, tokens, depth, temperature_beta=1.0, mlp="su
     return diagonal, cosines
 
 
+@functools.lru_cache
 def choose_lm_constants(dim, num_heads, tokens, depth, temperature_beta=1.0, attention_scale="head", diagonal=0.9, cosine=0.95):
     """alpha_qk and center for a residual-free LM, from its size (ours; train_lm.py --init auto): a dict.
 
@@ -328,7 +330,7 @@ def choose_lm_constants(dim, num_heads, tokens, depth, temperature_beta=1.0, att
     head_dim = dim // num_heads
     scale = 1.0 if attention_scale == "head" else num_heads ** -0.5
     cast = lambda alpha, share: forecast_lm(alpha, head_dim, tokens, depth, temperature_beta, center=share, scale=scale)
-    alpha_qk = math.exp(bisect(lambda log: min(cast(math.exp(log), 0.0)[0]) >= diagonal, math.log(0.1), math.log(20.0), steps=9))
+    alpha_qk = math.exp(bisect(lambda log: min(cast(math.exp(log), 0.0)[0]) >= diagonal, math.log(0.1), math.log(20.0), steps=8))
     center = bisect(lambda share: cast(alpha_qk, share)[1][-1] <= cosine, 0.0, 1.0, steps=7)
     return dict(alpha_qk=float(f"{alpha_qk:.2g}"), center=center)
 

@@ -266,10 +266,12 @@ def int8_linear(a, weight):
 
 
 def _blocked_linear(a, weight):
-    return sum((x.float() @ w.float().T).to(torch.int32) for x, w in zip(a.split(1024, 1), weight.split(1024, 1)))
+    with torch.autocast(a.device.type, enabled=False):                         # bf16 would round the sums
+        return sum((x.float() @ w.float().T).to(torch.int32) for x, w in zip(a.split(1024, 1), weight.split(1024, 1)))
 
 
-def quantized(model, weight_bits=8, act_bits=8, act_granularity="tensor", weight_granularity="tensor", symmetric=True, head=False, embedding=False, int8=False):
+def quantized(model, weight_bits=8, act_bits=8, act_granularity="tensor", weight_granularity="tensor", symmetric=True,
+              head=False, embedding=False, int8=False):
     """A deep copy of an LM, for evaluation, whose Linears inside .blocks quantise their weight and their input; the original is left alone.
 
     bits None leaves weights or activations as they are. head: also the output projection (weight and input). embedding: also the token embedding's
@@ -317,7 +319,7 @@ def evaluate(model, batches, device="cpu", dtype=torch.float32):
 def load_model(path, device="cpu", which="auto"):
     """(model.LM in eval mode, its checkpoint) from a checkpoint of train_lm.py; checkpoint["weights"] says which were taken, "ema" or "raw".
 
-    which: "auto" takes the averaged weights where there are some. The optimizer's state is let go. Raises BadInput for a file that is no such checkpoint.
+    which: "auto" takes the averaged weights where there are some. The optimizer's state is let go. Raises BadInput for any other file.
     """
     remedy = "give the ckpt.pt of a run of train_lm.py"
     if not Path(path).is_file():
@@ -346,17 +348,18 @@ def measure(path, net, checkpoint, args, world, dtype):
     saved, net, start = checkpoint["args"], net.to(world.device), time.perf_counter()
     data = text.load_text(args.data or saved["data"], saved["tokenizer"])
     if data.tokenizer.digest != saved["tokenizer_digest"]:
-        raise BadInput(f"--ckpt {path} was trained with another vocabulary under the name {saved['tokenizer']}: use the tokenizer files of its training")
+        raise BadInput(f"--ckpt {path} was trained with another vocabulary named {saved['tokenizer']}: use the tokenizer files of its training")
     limit = -(-args.eval_tokens // net.block_size)                             # windows, rounded up; 0 is all
     batches = lambda: text.eval_batches(data.val, net.block_size, args.batch_size, limit=limit)
-    rows, symmetric = [], not args.asymmetric
-    with watch(net, bits=tuple(sorted({*SQNR_BITS, *args.bits})), granularity=args.act_granularity, symmetric=symmetric) as stats:
+    rows, grid = [], dict(act_granularity=args.act_granularity, weight_granularity=args.weight_granularity, symmetric=not args.asymmetric,
+                          head=args.head, embedding=args.embedding, int8=args.int8)
+    with watch(net, bits=sorted({*SQNR_BITS, *args.bits}), granularity=args.act_granularity, symmetric=grid["symmetric"]) as stats:
         full = evaluate(net, batches(), world.device, dtype)
     for bits in (None, *args.bits):
         if bits is None:
             variant, name, (loss, perplexity) = net, str(dtype).removeprefix("torch."), full
         else:
-            variant = quantized(net, args.weight_bits, bits, args.act_granularity, args.weight_granularity, symmetric, args.head, args.embedding, args.int8)
+            variant = quantized(net, args.weight_bits, bits, **grid)
             name, (loss, perplexity) = f"W{args.weight_bits}A{bits}", evaluate(variant, batches(), world.device, dtype)
         rows.append(dict(precision=name, act_bits=bits, loss=loss, perplexity=perplexity, delta=loss - full[0]))
         if args.tasks:
@@ -367,9 +370,10 @@ def measure(path, net, checkpoint, args, world, dtype):
     middle = max(1, round(len(outputs) * 2 / 3))                               # counted from 1: the paper's layer 16 of 24
     sqnr = [m.sqnr_db(8) for m in linears]
     return dict(path=str(path), weights=checkpoint["weights"], step=checkpoint["step"], data=data.name, shortcut=net.shortcut, opt=saved["opt"],
-                init=saved.get("init"), seed=saved.get("seed"), lm=saved["lm"], rows=rows, layer=middle, kurtosis=outputs[middle - 1].excess_kurtosis,
-                kurtosis_max=largest(m.excess_kurtosis for m in outputs), crest_max=largest(m.crest for m in linears), sqnr8_mean=statistics.fmean(sqnr),
-                sqnr8_min=min(sqnr), stats={site: [m.summary() for m in layers] for site, layers in stats.items()})
+                init=saved.get("init"), seed=saved.get("seed"), lm=saved["lm"], rows=rows, layer=middle,
+                kurtosis=outputs[middle - 1].excess_kurtosis, kurtosis_max=largest(m.excess_kurtosis for m in outputs),
+                crest_max=largest(m.crest for m in linears), sqnr8_mean=statistics.fmean(sqnr), sqnr8_min=min(sqnr),
+                stats={site: [m.summary() for m in layers] for site, layers in stats.items()})
 
 
 def largest(values):
@@ -393,7 +397,8 @@ def markdown(header, rows):
 def main_table(records):
     """Paper 2's main table: one row per precision and checkpoint; the zero-shot tasks, if asked for, in `zeroshot`'s layout below."""
     pairs = [(r, row) for group in zip(*(r["rows"] for r in records)) for r, row in zip(records, group)]
-    rows = [[row["precision"], r["name"], show(row["loss"], 4), show(row["perplexity"]), show(row["delta"], 4, "+") if row["act_bits"] else ""] for r, row in pairs]
+    rows = [[row["precision"], r["name"], show(row["loss"], 4), show(row["perplexity"]), show(row["delta"], 4, "+") if row["act_bits"] else ""]
+            for r, row in pairs]
     tables = markdown(["precision", "checkpoint", "val loss", "perplexity", "Δ loss"], rows)
     if "tasks" in pairs[0][1]:
         import zeroshot
@@ -402,13 +407,17 @@ def main_table(records):
 
 
 def ablation_table(records):
-    """Paper 2's ablation: what the net is, how Gaussian its activations are, and what 8 bits cost. SQNR over the inputs of all the blocks' Linears."""
-    header = ["checkpoint", "shortcut", "optimizer", "β", "val loss", "kurtosis at ⅔ depth", "kurtosis, max", "crest, max", "SQNR at 8 bits, mean", "min", "Δ loss at A8"]
+    """Paper 2's ablation: what the net is, how Gaussian its activations are, and what 8 bits cost.
+
+    Kurtosis of the blocks' outputs; crest and SQNR of the inputs of all their Linears."""
+    header = ["checkpoint", "shortcut", "optimizer", "β", "val loss", "kurtosis at ⅔ depth", "kurtosis, max", "crest, max", "SQNR at 8 bits, mean", "min",
+              "Δ loss at A8"]
     rows = []
     for r in records:
         a8 = next((row["delta"] for row in r["rows"] if row["act_bits"] == 8), None)
+        depth = len(r["stats"]["block_output"])
         rows.append([r["name"], r["shortcut"], r["opt"], f"{r['lm'].get('temperature_beta', 1):g}", show(r["rows"][0]["loss"], 4),
-                     f"{show(r['kurtosis'])} (block {r['layer']} of {len(r['stats']['block_output'])})", show(r["kurtosis_max"]), show(r["crest_max"], 1),
+                     f"{show(r['kurtosis'])} (block {r['layer']} of {depth})", show(r["kurtosis_max"]), show(r["crest_max"], 1),
                      f"{show(r['sqnr8_mean'], 1)} dB", f"{show(r['sqnr8_min'], 1)} dB", show(a8, 4, "+")])
     return markdown(header, rows)
 
@@ -512,23 +521,22 @@ def theory_step(d, eta=1e-4, seed=0):
 
 def theory_report():
     """Print the formulas beside their measurement; about 10 seconds on one core."""
-    def table(title, columns, f, points, form):
+    def table(title, columns, points, f, form=".2f"):
         rows = [f(p) for p in points]
         print(f"## {title}\n\n{markdown(columns, [[p, *(format(v, form) for v in row)] for p, row in zip(points, rows)])}")
         return list(zip(*rows))
 
-    dims, eta = [16, 64, 256, 1024, 4096], 1e-4
-    table("An activation of a Gaussian", ["", "measured", "paper"],
-          lambda name: {"GELU": (theory_activation(F.gelu), 3.0847), "ReLU": (theory_activation(F.relu), 2.4076)}[name], ["GELU", "ReLU"], ".4f")
-    measured, _, _ = table("Dense mixing of d Laplace inputs contracts kurtosis by sum a^4", ["d", "measured", "formula", "standard error"], theory_mixing, dims, ".4f")
+    activations = {"GELU": (F.gelu, 3.0847), "ReLU": (F.relu, 2.4076)}
+    table("An activation of a Gaussian", ["", "measured", "paper"], list(activations), lambda k: (theory_activation(activations[k][0]), activations[k][1]), ".4f")
+    dims, steps, eta = [16, 64, 256, 1024, 4096], [16, 32, 64, 128, 256, 512], 1e-4
+    measured, *_ = table("Dense mixing of d Laplace inputs contracts kurtosis by sum a^4", ["d", "measured", "formula", "standard error"], dims, theory_mixing, ".4f")
     print(f"slope over d = 16 .. 256: {slope(dims[:3], measured[:3]):.2f} (theory -1)\n")
-    table("A residual sum x + f does not: x Laplace (3), f Gaussian (0)", ["var f / var x", "measured", "formula"], theory_residual, [0.01, 0.1, 1], ".3f")
-    smooth, hot = table("Softmax rows", ["d", "smooth: logits of std .5", "saturated: std 1000"], lambda d: (theory_softmax(d, .5), theory_softmax(d, 1000)), dims, ".2f")
+    table("A residual sum x + f does not: x Laplace (3), f Gaussian (0)", ["var f / var x", "measured", "formula"], [0.01, 0.1, 1], theory_residual, ".3f")
+    smooth, hot = table("Softmax rows", ["d", "smooth: logits of std .5", "saturated: std 1000"], dims, lambda d: (theory_softmax(d, .5), theory_softmax(d, 1000)))
     print(f"slopes over d: {slope(dims, smooth):.2f} (theory 0) and {slope(dims, hot):.2f} (theory 1)\n")
-    dims = [16, 32, 64, 128, 256, 512]
-    sign, spectral = table(f"|W W^T - I|_2 / eta after one step of size eta = {eta} from an orthogonal W", ["d", "sign step", "spectral step"],
-                           lambda d: [e / eta for e in theory_step(d, eta)], dims, ".2f")
-    print(f"slopes over d: {slope(dims, sign):.2f} (theory 1/2) and {slope(dims, spectral):.2f} (theory 0)")
+    sign, spectral = table(f"|W W^T - I|_2 / eta after one step of size eta = {eta} from an orthogonal W", ["d", "sign step", "spectral step"], steps,
+                           lambda d: [distance / eta for distance in theory_step(d, eta)])
+    print(f"slopes over d: {slope(steps, sign):.2f} (theory 1/2) and {slope(steps, spectral):.2f} (theory 0)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -538,11 +546,11 @@ def get_args(argv=None):
     parser = runtime.Parser(description=__doc__)
     add = parser.add_argument
     add("--ckpt", nargs="+", default=[], help="checkpoints of train_lm.py, shown side by side")
-    add("--raw", dest="weights", action="store_const", const="raw", default="auto", help="the weights as trained; without it the averaged ones where there are some")
+    add("--raw", dest="weights", action="store_const", const="raw", default="auto", help="weights as trained; without it the averaged ones, if any")
     add("--ema", dest="weights", action="store_const", const="ema", default=argparse.SUPPRESS, help="the averaged weights, or an error")
     add("--theory", action="store_true", help="measure the paper's formulas")
     add = parser.add_argument_group("quantiser").add_argument
-    add("--bits", type=number(int, low=2, high=16), nargs="+", default=None, help="bits of the activations, a row each; None is 12 8 6 4, or 8 with --int8")
+    add("--bits", type=number(int, low=2, high=16), nargs="+", default=None, help="of the activations, a row each; None is 12 8 6 4, or 8 with --int8")
     add("--weight-bits", type=number(int, low=2, high=16), default=8, help="bits of the weights")
     add("--act-granularity", choices=["tensor", "token"], default="tensor", help="one scale for the whole batch, or one per token")
     add("--weight-granularity", choices=["tensor", "channel"], default="tensor", help="one scale per matrix, or one per output channel")
@@ -574,12 +582,13 @@ def get_args(argv=None):
 
 def describe(args, dtype, records):
     """What the tables were measured with, in words: without the granularity a table of W8A8 says little."""
-    return (f"Weights: {args.weight_bits} bits, one scale per {args.weight_granularity}. Activations: dynamic, one scale per "
-            + ("token" if args.act_granularity == "token" else f"tensor, over a batch of {args.batch_size} sequences")
-            + f", at the input of every Linear of the blocks{' and of the head' * args.head}. {'Asymmetric min-max' if args.asymmetric else 'Symmetric abs-max'} grid, "
-            f"{'int8 arithmetic' if args.int8 else 'rounded floats'}. Embedding {'quantised' if args.embedding else 'as it is'}, "
-            f"head {'quantised' if args.head else 'as it is'}. Text: {', '.join(dict.fromkeys(r['data'] for r in records))}, "
-            f"{'up to ' + str(args.eval_tokens) if args.eval_tokens else 'all'} validation tokens; {str(dtype).removeprefix('torch.')}.")
+    scale = "token" if args.act_granularity == "token" else f"tensor, over a batch of {args.batch_size} sequences"
+    where = "every Linear of the blocks" + " and of the head" * args.head
+    state = lambda flag: "quantised" if flag else "as it is"
+    return (f"Weights: {args.weight_bits} bits, one scale per {args.weight_granularity}. Activations: dynamic, one scale per {scale}, at the input of {where}. "
+            f"{'Asymmetric min-max' if args.asymmetric else 'Symmetric abs-max'} grid, {'int8 arithmetic' if args.int8 else 'rounded floats'}. "
+            f"Embedding {state(args.embedding)}, head {state(args.head)}. Text: {', '.join(dict.fromkeys(r['data'] for r in records))}, "
+            f"{f'up to {args.eval_tokens}' if args.eval_tokens else 'all'} validation tokens; {str(dtype).removeprefix('torch.')}.")
 
 
 def finite(value):

@@ -308,6 +308,9 @@ def figure(claim, results, seeds, path):
     plt.close(fig)
 
 
+TABLES, FIGURES = {"train_vit.py": table, "train_lm.py": lm_table}, {"train_vit.py": figure, "train_lm.py": lm_figure}
+
+
 def main(argv=None):
     parser = runtime.Parser(description=__doc__)
     parser.add_argument("claim", choices=list(CLAIMS), help="which claim")
@@ -341,13 +344,12 @@ def main(argv=None):
             results.put(key, done.result())
             bar.update()
             tqdm.write(f"{key}: {results.final(key, metric=METRICS[claim['script']]['final']):.4g}")
-    lm = claim["script"] == "train_lm.py"
-    text = (lm_table if lm else table)(whole, results, args.seeds)                         # --only limits what runs, not what is shown
+    text = TABLES[claim["script"]](whole, results, args.seeds)                         # --only limits what runs, not what is shown
     where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
     (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
     if folder == HERE / "results":
         show_in_readme(args.claim, text)
-    (lm_figure if lm else figure)(whole, results, args.seeds, folder / f"{args.claim}.png")
+    FIGURES[claim["script"]](whole, results, args.seeds, folder / f"{args.claim}.png")
     print(text)
 
 

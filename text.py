@@ -410,7 +410,7 @@ def in_parallel(function, calls, workers):
             for job in as_completed([pool.submit(function, *call) for call in calls]):
                 yield job.result()
         except BrokenProcessPool as fault:
-            raise BadInput("a worker process was killed, mostly for memory: lower --workers and run the same command again, it continues") from fault
+            raise BadInput("a worker process was killed, often for want of memory: lower --workers and run the same command again, it continues") from fault
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()

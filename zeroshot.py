@@ -153,7 +153,7 @@ def read_items(folder, task):
     if path is None:
         raise BadInput(f"{folder} has neither {paths[0].name} nor {paths[1].name}: choose another --tasks-dir, or leave {task} out of --tasks")
     items = []
-    for n, line in enumerate(path.read_bytes().split(b"\n"), 1):             # not splitlines: a JSON string may hold other line ends, such as U+2028
+    for n, line in enumerate(path.read_bytes().splitlines(), 1):             # of bytes: those of a str would also end at a U+2028 inside a JSON string
         if line.strip():
             try:
                 row = json.loads(line)

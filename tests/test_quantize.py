@@ -335,8 +335,18 @@ def test_int8_products_are_exact(m, k, n):
         a, w = draw(m, k), draw(n, k)
         expected = a @ w.T
         for product in (quantize.int8_linear, quantize._blocked_linear):
-            got = product(a.to(torch.int8), w.to(torch.int8))
+            with torch.autocast("cpu", dtype=torch.bfloat16):    # as in an evaluation in bf16
+                got = product(a.to(torch.int8), w.to(torch.int8))
             assert got.dtype == torch.int32 and torch.equal(got.long(), expected)
+
+
+def test_int8_shapes_are_those_that_cuda_takes(monkeypatch):
+    """cuBLAS wants more than 16 rows, and both other sides in multiples of 8: checked here without a GPU."""
+    plain, seen = torch._int_mm, []
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: seen.append((*a.shape, b.shape[1])) or plain(a, b))
+    for m, k, n in ((1, 1, 1), (16, 8, 8), (17, 9, 15), (64, 64, 64)):
+        assert quantize.int8_linear(torch.ones(m, k, dtype=torch.int8), torch.ones(n, k, dtype=torch.int8)).tolist() == [[k] * n] * m
+    assert all(m > 16 and k % 8 == n % 8 == 0 for m, k, n in seen) and seen[-1] == (64, 64, 64)
 
 
 @pytest.mark.parametrize("act", ["tensor", "token"])

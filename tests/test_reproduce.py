@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 import reproduce
+import text
+import train_lm
 import train_vit
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+SCRIPTS = {"train_vit.py": train_vit, "train_lm.py": train_lm}
 
 
 class Recorded:
@@ -72,15 +75,21 @@ def test_a_diverged_seed_is_named_and_not_averaged():
 
 
 @pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
-def test_searches_never_touch_the_test_set(claim):
+def test_searches_never_look_at_what_the_table_shows(claim):
+    """Images: a part of the training set is held out. Text: the loss of training batches, which are new to the net throughout the first epoch."""
     for _, line in reproduce.pending(claim, Recorded({}), 3):
-        assert claim["search"] is None or train_vit.get_args(line.split()[1:]).holdout > 0
+        if claim["search"] is not None and claim["script"] == "train_vit.py":
+            assert train_vit.get_args(line.split()[1:]).holdout > 0
+        elif claim["search"] is not None:
+            args = train_lm.get_args(line.split()[1:])
+            assert reproduce.METRICS["train_lm.py"]["search"] == "tail_loss"
+            assert args.steps * args.batch_size * args.block_size < 0.85 * len(text.load_text(args.data, args.tokenizer).train), "more than an epoch"
 
 
 @pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
 def test_every_cell_is_a_valid_command(claim):
     for cell in claim["cells"]:
-        args = train_vit.get_args(reproduce.command(claim, cell, 1e-3, 0, claim["final"]).split()[1:])
+        args = SCRIPTS[claim["script"]].get_args(reproduce.command(claim, cell, 1e-3, 0, claim["final"]).split()[1:])
         assert args.opt == cell["opt"] and args.shortcut in cell["name"]
 
 
@@ -89,29 +98,56 @@ def test_the_readme_shows_the_recorded_table(name):
     claim, path = reproduce.CLAIMS[name], ROOT / "results" / f"{name}.json"
     results = Recorded({})
     results.data = json.loads(path.read_text())
-    table = reproduce.table(claim, results, 3).strip()
+    table = reproduce.TABLES[claim["script"]](claim, results, 3).strip()
     shown = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", README, re.S).group(1).strip()
     assert shown == table
     assert len(table.splitlines()) == 2 + len(claim["cells"]), "a cell has no run yet"
 
 
+def test_the_language_model_table_by_hand():
+    """Two seeds of one cell, three blocks: two thirds of the depth is block 2; a cost is a loss less the same run's full-precision loss."""
+    cell = dict(name="a", flags="", opt="soap", lrs=[1e-3])
+    results = Recorded({})
+    for seed, (loss, kurtosis) in enumerate([(2.0, [0, 1, 5]), (2.2, [0, 3, 4])]):
+        losses = dict(float32=loss, W8A12=loss, W8A8=loss + 0.1, W8A6=loss + 0.2 * (seed + 1), W8A4=loss + 1)
+        results.data["runs"][f"final | a | seed {seed}"] = dict(val_loss=[9.0, loss], isometry_drift=[0.25], quantized=dict(
+            loss=losses, kurtosis=kurtosis, sqnr8_mean=30.0 + seed, sqnr8_min=20.0))
+    row = reproduce.lm_table(dict(cells=[cell]), results, 3).splitlines()[-1]
+    assert row == "| a | 2.100 ± 0.141 | +0.000 ± 0.000 | +0.100 ± 0.000 | +0.300 ± 0.141 | +1.000 ± 0.000 | 2.00 ± 1.41 | 4.50 ± 0.71 | 30.5 ± 0.7 | 0.25 ± 0.00 | 2 | 0.001 |"
+    results.data["runs"]["final | a | seed 2"] = dict(diverged="the loss is not finite")
+    assert "| 2.100 ± 0.141, 1 diverged | +0.000" in reproduce.lm_table(dict(cells=[cell]), results, 3)
+
+
+def test_a_search_for_the_lowest_loss():
+    cell, metric = dict(CELL, name="a"), reproduce.METRICS["train_lm.py"]
+    results = Recorded({})
+    for lr, loss in ((1e-3, 2.5), (3e-3, 2.2), (1e-2, None)):
+        results.data["runs"][f"search | a | lr {lr:g}"] = dict(tail_loss=[loss]) if loss else dict(diverged="")
+    assert reproduce.best_lr(cell, results, metric) == (3e-3, [])
+    results.data["runs"]["search | a | lr 0.003"]["tail_loss"] = [2.6]
+    assert reproduce.best_lr(cell, results, metric) == (None, [3e-4])
+
+
 def train_commands():
-    lines = re.findall(r"train_vit\.py([^\n#`]*)", "\n".join(re.findall(r"```\n(.*?)```", README, re.S)))
-    return [line.split() for line in lines]
+    """(script, flags) of every training command in README's code blocks."""
+    lines = re.findall(r"(train_\w+\.py)([^\n#`]*)", "\n".join(re.findall(r"```\n(.*?)```", README, re.S)))
+    return [(script, line.split()) for script, line in lines]
 
 
 def test_the_readmes_commands_parse():
     commands = train_commands()
-    assert len(commands) >= 5
-    for flags in commands:
+    assert len(commands) >= 8
+    for script, flags in commands:
         if "--help" not in flags:
-            train_vit.get_args(flags)
+            SCRIPTS[script].get_args(flags)
 
 
-@pytest.mark.parametrize("flags", [f for f in train_commands() if "--preset" not in f], ids=" ".join)
-def test_the_readmes_training_commands_run(flags, tmp_path, capsys):
-    train_vit.main([*flags, "--epochs", "0.05", "--warmup", "0", "--out", str(tmp_path), "--threads", "1"])
-    assert re.search(r"^val top-1 \d+\.\d %$", capsys.readouterr().out.splitlines()[-1])
+@pytest.mark.parametrize("script, flags", [c for c in train_commands() if "--preset" not in c[1]], ids=lambda c: c if isinstance(c, str) else " ".join(c))
+def test_the_readmes_training_commands_run(script, flags, tmp_path, capsys):
+    short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--eval-tokens", "2048", "--sample-tokens", "5"]}[script]
+    SCRIPTS[script].main([*flags, *short, "--warmup", "0", "--out", str(tmp_path), "--threads", "1"])
+    last = {"train_vit.py": r"^val top-1 \d+\.\d %$", "train_lm.py": r"^val loss \d+\.\d{4}$"}[script]
+    assert re.search(last, capsys.readouterr().out.splitlines()[-1])
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -197,6 +197,11 @@ def test_an_empty_context_is_the_separator_once():
         def encode(self, string):
             return [0] + [ord(c) for c in string]
     assert zeroshot.encode_pair(Marked(), "", "ab") == ([0], [97, 98])
+
+    class Special(Marked):                                                     # or only where the text spells it out
+        def encode(self, string):
+            return [ord(c) if c != "$" else 0 for c in string]
+    assert zeroshot.encode_pair(Special(), "", "$ab") == zeroshot.encode_pair(Special(), "", "ab") == ([0], [97, 98])
     assert zeroshot.encode_pair(Marked(), "a", "b") == ([0, 97], [98])
 
 
