@@ -3,7 +3,7 @@
 On a laptop: RESULTS
 
 The paper's 194 M parameters on FineWeb-Edu, 8 GPUs (paper: KL-Shampoo lr 5e-4 residual-free, 1e-3 residual; not run by us):
-    python text.py prepare /path/to/fineweb-edu --tokenizer gpt2-32k --out data/fineweb-edu-32k
+    python prepare.py /path/to/fineweb-edu --tokenizer gpt2-32k --out data/fineweb-edu-32k
     torchrun --nproc_per_node=8 train_lm.py --preset paper --data data/fineweb-edu-32k --skipless --opt kl-shampoo --micro-batch 32
 """
 import argparse
@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +101,7 @@ def get_args(argv=None):
     add("--ema", type=number(float, low=0, high=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
 
     add = parser.add_argument_group("data").add_argument
-    add("--data", help="sotu, shakespeare, text (both), a .txt file, or a folder that `python text.py prepare` wrote")
+    add("--data", help="sotu, shakespeare, text (both), a .txt file, or a folder that `python prepare.py` wrote")
     add("--tokenizer", help="bytes, gpt2, gpt2-32k or a name of tiktoken's; None is the prepared folder's own")
     add("--eval-tokens", type=number(int, low=0), help="validation tokens to evaluate on, spread evenly; 0 is all")
     add("--sample-tokens", type=number(int, low=0), help="tokens of text to write at each evaluation; 0 is off")
@@ -113,7 +112,7 @@ def get_args(argv=None):
     args = parser.parse_args(argv)
     kind = "skipless" if args.shortcut == "skipless" else "residual"
     if args.data is None:
-        raise BadInput(f"--preset {preset} needs --data: a folder that `python text.py prepare` wrote")
+        raise BadInput(f"--preset {preset} needs --data: a folder that `python prepare.py` wrote")
     args.lr = args.lr or PRESETS[preset]["lr"][kind][args.opt]
     if args.embed_lr and args.opt == "adamw":
         raise BadInput("--embed-lr has no meaning for --opt adamw, which has one lr: leave it out")

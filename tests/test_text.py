@@ -1,4 +1,4 @@
-"""text.py: token ids known by heart, batches that cover the text, shards that survive a kill byte for byte; bad input gets one sentence."""
+"""text.py and prepare.py: token ids known by heart, batches that cover the text, shards that survive a kill byte for byte; bad input gets one sentence."""
 import json
 import os
 import signal
@@ -11,6 +11,7 @@ import pytest
 import tiktoken
 import torch
 
+import prepare as P
 import text as T
 from runtime import BadInput
 
@@ -39,7 +40,7 @@ def write_jsonl(path, texts):
 
 
 def prepare(*arguments):
-    T.main(["prepare", *map(str, arguments)])
+    P.main([*map(str, arguments)])
 
 
 def shards(folder):
@@ -102,7 +103,7 @@ def test_any_unicode_goes_and_comes_back(name):
     tokenizer = T.load_tokenizer(name)
     ids = tokenizer.encode(UNICODE)
     assert tokenizer.decode(ids) == tokenizer.decode(torch.tensor(ids)) == UNICODE and max(ids) < tokenizer.separator
-    assert tokenizer.array(UNICODE).tolist() == ids and tokenizer.array("").tolist() == []
+    assert tokenizer.array(UNICODE).tolist() == ids and tokenizer.array("").tolist() == [] and tokenizer.array("a").dtype == np.uint16
     assert tokenizer.decode(tokenizer.encode("half \ud83d pair")) == "half \ufffd pair"
     assert "\ufffd" in tokenizer.decode(tokenizer.encode("\U0001f642")[:-1])                       # an emoji cut short
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.separator]) == "a<|endoftext|>"
@@ -302,16 +303,16 @@ def test_two_processes_write_the_same_bytes(corpus, tmp_path, capsys):
 
 def test_a_killed_run_continues_to_the_same_bytes(corpus, tmp_path):
     """Killed between the rename of a val shard and that of its train shard, the worst moment: one whole pair, one half, one file aside."""
-    arguments = ["prepare", str(corpus / "src"), "--out", str(tmp_path), "--shard-tokens", "1e5", "--val", "0.1", "--workers", "1"]
-    code = ("import os, signal, text\nreal, calls = os.replace, []\ndef replace(a, b):\n    calls.append(b)\n"
-            f"    os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 5 else real(a, b)\nos.replace = replace\ntext.main({arguments})")
+    arguments = [str(corpus / "src"), "--out", str(tmp_path), "--shard-tokens", "1e5", "--val", "0.1", "--workers", "1"]
+    code = ("import os, signal, prepare\nreal, calls = os.replace, []\ndef replace(a, b):\n    calls.append(b)\n"
+            f"    os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 5 else real(a, b)\nos.replace = replace\nprepare.main({arguments})")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == -signal.SIGKILL and list(shards(tmp_path)) == ["train_000000.bin", "val_000000.bin", "val_000001.bin"]
     assert list(tmp_path.glob("*.tmp"))
     with pytest.raises(BadInput, match=r"has 3 of \d+ shards: run the prepare command that began it again"):
         T.load_text(tmp_path)
     kept = (tmp_path / "train_000000.bin").stat().st_mtime_ns
-    T.main(arguments)
+    P.main(arguments)
     assert shards(tmp_path) == shards(corpus / "out") and (tmp_path / "train_000000.bin").stat().st_mtime_ns == kept and not list(tmp_path.glob("*.tmp"))
 
 
@@ -351,10 +352,11 @@ def test_pieces_of_a_file_partition_it(tmp_path, target):
     text, rows = write_text(tmp_path / "a.txt", 400_000), [f"{i} " * (i % 97) for i in range(2000)]
     rows = [f"{i:06d}".ljust(100 - len('{"id": , "text": ""}\n') - len(str(i))) for i in range(1500)] + rows      # lines of 100 bytes: some pieces begin with one
     write_jsonl(tmp_path / "b.jsonl", rows)
-    pieces = [p for unit in T.make_units([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], target) for p in unit]
-    assert "".join(d for p in pieces if p.path.endswith(".txt") for d in T.read_txt(p)) == text
-    assert [r for p in pieces if p.path.endswith(".jsonl") for r in T.read_jsonl(p)] == rows
-    units = T.make_units([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], target)
+    pieces = [p for unit in P.make_units([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], target) for p in unit]
+    parts = [d for p in pieces if p.path.endswith(".txt") for d in P.read_txt(p)]
+    assert "".join(parts) == text and all(d[-1].isspace() for d in parts)         # also where a piece ends, no word is cut
+    assert [r for p in pieces if p.path.endswith(".jsonl") for r in P.read_jsonl(p)] == rows
+    units = P.make_units([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], target)
     assert all(sum(p.size for p in unit) <= target for unit in units)
 
 
@@ -443,8 +445,8 @@ def test_shards_that_are_damaged_or_mixed(corpus, tmp_path):
 
 
 def test_text_that_is_none(corpus, tmp_path):
-    for name, sentence in (("sotoo", "--data 'sotoo' is neither a file, a folder nor one of sotu, shakespeare, text"), (tmp_path, "holds no shards of tokens: run python text.py prepare"),
-                           (corpus / "src", "holds no shards of tokens"), (corpus / "src" / "a.jsonl", "neither a .txt file nor a folder of shards: run python text.py prepare")):
+    for name, sentence in (("sotoo", "--data 'sotoo' is neither a file, a folder nor one of sotu, shakespeare, text"), (tmp_path, "holds no shards of tokens: run python prepare.py"),
+                           (corpus / "src", "holds no shards of tokens"), (corpus / "src" / "a.jsonl", "neither a .txt file nor a folder of shards: run python prepare.py")):
         with pytest.raises(BadInput, match=sentence):
             T.load_text(name)
 
