@@ -1,10 +1,13 @@
 """Speed of a training step beside the peers, in one run: interleaved repetitions, medians, ratios.
 
     python bench.py step                     tokens/s of a language model's training step, beside nanoGPT's architecture at the same sizes
-    python bench.py tokenize                 MB/s of `prepare` on one core, beside tiktoken alone
+    python bench.py tokenize                 MB/s of prepare.py on one core, beside tiktoken alone
 """
+import contextlib
+import io
 import json
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import optim
+import prepare
 import runtime
 import text
 from model import LM
@@ -59,16 +63,16 @@ LM_SIZES = {                                                     # of train_lm.p
 }
 
 
-def interleaved(steps, repeats, wait=lambda: None):
+def interleaved(steps, repeats, wait=lambda: None, clock=time.perf_counter):
     """{name: [seconds, ...]} of the functions `steps`, called in turn so that a noisy machine disturbs all alike; the first two rounds are warm-up."""
     seconds = {name: [] for name in steps}
     for _ in range(repeats + 2):
         for name, step in steps.items():
             wait()
-            start = time.perf_counter()
+            start = clock()
             step()
             wait()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: values[2:] for name, values in seconds.items()}
 
 
@@ -93,7 +97,10 @@ def bench_step(args, world):
     steps = {}
     for name, model in models.items():
         model.to(world.device)
-        optimizer = optim.build_optimizer(model, "adamw", 1e-4, 0.01)
+        if name == "nanoGPT":                                    # its AdamW is fused on CUDA only
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=world.device.type == "cuda")
+        else:
+            optimizer = optim.build_optimizer(model, "adamw", 1e-4, 0.01)
         run = torch.compile(model) if args.compile else model
         steps[name] = training_step(run, optimizer, tokens[:, :-1], tokens[:, 1:], world.device, dtype)
     wait = torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
@@ -102,8 +109,21 @@ def bench_step(args, world):
 
 
 def bench_tokenize(args, world):
-    """MB/s of text to shards on one core (reading, splitting into documents, BPE, writing), beside tiktoken's encoder alone on the same text."""
-    raise NotImplementedError
+    """MB/s from text to shards on one core (read, cut into documents, BPE, write), beside tiktoken's encoder alone on the same documents; seconds of the process."""
+    source = (text.ROOT / "sotu_tail_2mb.txt").read_bytes() * 5
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "text.txt").write_bytes(source)
+        documents = [document.decode(errors="replace") for document in text.split_text(source)]
+        for name in ("gpt2", "gpt2-32k"):
+            encode = text.load_tokenizer(name).array
+            command = [f"{folder}/text.txt", "--out", f"{folder}/{name}", "--tokenizer", name, "--workers", "1", "--fresh"]
+            steps = {"tiktoken": lambda: [encode(document) for document in documents], "prepare.py": lambda: prepare.main(command)}
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                seconds = {k: statistics.median(v) for k, v in interleaved(steps, args.repeats, clock=time.process_time).items()}
+            rows[name] = {"prepare.py, MB/s": len(source) / 1e6 / seconds["prepare.py"], "tiktoken alone, MB/s": len(source) / 1e6 / seconds["tiktoken"],
+                          "ratio": seconds["tiktoken"] / seconds["prepare.py"]}
+    return rows
 
 
 BENCHES = {"step": bench_step, "tokenize": bench_tokenize}

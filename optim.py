@@ -478,7 +478,7 @@ def build_optimizer(model, name: str, lr: float, weight_decay: float, aux_lr: fl
     groups = [{"params": params, "name": prefix + label, "lr_scale": scale, "weight_decay": wd}
               for params, label, wd in ((decay, "decay", weight_decay), (still, "no_decay", 0.0)) if params]
     if groups:
-        parts.append(torch.optim.AdamW(groups, lr=lr * scale, **{"betas": aux_betas, **(options if alone else {})}))
+        parts.append(torch.optim.AdamW(groups, lr=lr * scale, **{"betas": aux_betas, "fused": True, **(options if alone else {})}))      # fused: one pass over memory
     return Optimizers(name, parts)
 
 

@@ -80,11 +80,11 @@ CLAIMS = {
 }
 
 
-# Paper 2 at laptop scale: 12 layers of 128, bytes, 400 steps of 1,024 tokens. With a temperature the constants and the lr are those without.
+# Paper 2 at laptop scale: 12 layers of 128, bytes, 300 steps of 1,024 tokens. With a temperature the constants and the lr are those without.
 FREE, TEMPERATURE = "--shortcut skipless --init auto", "--shortcut skipless --init residual-free --alpha-qk 4.1 --temperature-beta 1.1"
 CLAIMS["lm"] = dict(
     title="Paper 2, language models: loss (nats per byte), what quantisation adds to it, and how Gaussian activations are",
-    script="train_lm.py", search="--steps 200 --eval-every 200 --sample-tokens 0", final="--sample-tokens 0",
+    script="train_lm.py", search="--steps 200 --eval-every 200 --sample-tokens 0", final="--eval-every 300 --sample-tokens 0",
     cells=[dict(name=f"residual, {label}", flags="--shortcut residual --init default", opt=opt, lrs=lrs)
            for label, opt, lrs in (("AdamW", "adamw", [1e-3, 3e-3, 1e-2]), ("KL-Shampoo", "kl-shampoo", [1e-3, 3e-3, 1e-2]),
                                    ("SOAP", "soap", [1e-3, 3e-3, 1e-2]), ("Muon", "muon", [1e-3, 3e-3, 1e-2]))]

@@ -28,13 +28,13 @@ from runtime import BadInput
 
 PRESETS = {
     # 2.4 M parameters, minutes on two cores. KL-Shampoo's eigenvalues are averages that forget their start at .98 a step, two per matrix: from the
-    # reference's 0.1 down to what clipped gradients of 2.4 M entries have (6e-4), a run of 400 steps would be half over.
+    # reference's 0.1 down to what clipped gradients of 2.4 M entries have (6e-4), a run of 300 steps would be almost over.
     "laptop": dict(
-        data="sotu", tokenizer="bytes", embed_dim=128, depth=12, num_heads=4, block_size=128, steps=400, batch_size=8, warmup=40,
+        data="sotu", tokenizer="bytes", embed_dim=128, depth=12, num_heads=4, block_size=128, steps=300, batch_size=8, warmup=40,
         temperature_beta=1.0, skipless_init="auto",
         lr={"residual": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 3e-3, "muon": 3e-3},
             "skipless": {"adamw": 3e-4, "soap": 3e-3, "kl-shampoo": 3e-3, "muon": 3e-3}},
-        weight_decay=0.01, clip=1.0, precondition_frequency=10, init_factor=1e-3, eval_tokens=32768, eval_every=200, save_every=200, sample_tokens=200),
+        weight_decay=0.01, clip=1.0, precondition_frequency=10, init_factor=1e-3, eval_tokens=32768, eval_every=100, save_every=100, sample_tokens=200),
     # 24 x 768, 194.48 M parameters, FineWeb-Edu. The paper states: context 512, 512 sequences a step, 50,000 steps, 2,000 warm-up, decay .01, the lrs of
     # KL-Shampoo, temperature beta 1.1 without residuals. Assumed, as the paper's page does not say: cosine to 0, clip 1, the lrs of AdamW (the residual
     # baselines' 1e-3), SOAP and Muon, KL-Shampoo's own momenta, no decay on embeddings and norms.
