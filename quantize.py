@@ -410,8 +410,8 @@ def ablation_table(records):
     """Paper 2's ablation: what the net is, how Gaussian its activations are, and what 8 bits cost.
 
     Kurtosis of the blocks' outputs; crest and SQNR of the inputs of all their Linears."""
-    header = ["checkpoint", "shortcut", "optimizer", "β", "val loss", "kurtosis at ⅔ depth", "kurtosis, max", "crest, max", "SQNR at 8 bits, mean", "min",
-              "Δ loss at A8"]
+    header = ["checkpoint", "shortcut", "optimizer", "β", "val loss", "kurtosis at ⅔ depth", "kurtosis, max", "crest, max", "SQNR at 8 bits, mean",
+              "min", "Δ loss at A8"]
     rows = []
     for r in records:
         a8 = next((row["delta"] for row in r["rows"] if row["act_bits"] == 8), None)
@@ -527,12 +527,15 @@ def theory_report():
         return list(zip(*rows))
 
     activations = {"GELU": (F.gelu, 3.0847), "ReLU": (F.relu, 2.4076)}
-    table("An activation of a Gaussian", ["", "measured", "paper"], list(activations), lambda k: (theory_activation(activations[k][0]), activations[k][1]), ".4f")
+    table("An activation of a Gaussian", ["", "measured", "paper"], list(activations),
+          lambda name: (theory_activation(activations[name][0]), activations[name][1]), ".4f")
     dims, steps, eta = [16, 64, 256, 1024, 4096], [16, 32, 64, 128, 256, 512], 1e-4
-    measured, *_ = table("Dense mixing of d Laplace inputs contracts kurtosis by sum a^4", ["d", "measured", "formula", "standard error"], dims, theory_mixing, ".4f")
+    measured, *_ = table("Dense mixing of d Laplace inputs contracts kurtosis by sum a^4", ["d", "measured", "formula", "standard error"],
+                         dims, theory_mixing, ".4f")
     print(f"slope over d = 16 .. 256: {slope(dims[:3], measured[:3]):.2f} (theory -1)\n")
     table("A residual sum x + f does not: x Laplace (3), f Gaussian (0)", ["var f / var x", "measured", "formula"], [0.01, 0.1, 1], theory_residual, ".3f")
-    smooth, hot = table("Softmax rows", ["d", "smooth: logits of std .5", "saturated: std 1000"], dims, lambda d: (theory_softmax(d, .5), theory_softmax(d, 1000)))
+    smooth, hot = table("Softmax rows", ["d", "smooth: logits of std .5", "saturated: std 1000"], dims,
+                        lambda d: (theory_softmax(d, .5), theory_softmax(d, 1000)))
     print(f"slopes over d: {slope(dims, smooth):.2f} (theory 0) and {slope(dims, hot):.2f} (theory 1)\n")
     sign, spectral = table(f"|W W^T - I|_2 / eta after one step of size eta = {eta} from an orthogonal W", ["d", "sign step", "spectral step"], steps,
                            lambda d: [distance / eta for distance in theory_step(d, eta)])
@@ -585,7 +588,8 @@ def describe(args, dtype, records):
     scale = "token" if args.act_granularity == "token" else f"tensor, over a batch of {args.batch_size} sequences"
     where = "every Linear of the blocks" + " and of the head" * args.head
     state = lambda flag: "quantised" if flag else "as it is"
-    return (f"Weights: {args.weight_bits} bits, one scale per {args.weight_granularity}. Activations: dynamic, one scale per {scale}, at the input of {where}. "
+    return (f"Weights: {args.weight_bits} bits, one scale per {args.weight_granularity}. "
+            f"Activations: dynamic, one scale per {scale}, at the input of {where}. "
             f"{'Asymmetric min-max' if args.asymmetric else 'Symmetric abs-max'} grid, {'int8 arithmetic' if args.int8 else 'rounded floats'}. "
             f"Embedding {state(args.embedding)}, head {state(args.head)}. Text: {', '.join(dict.fromkeys(r['data'] for r in records))}, "
             f"{f'up to {args.eval_tokens}' if args.eval_tokens else 'all'} validation tokens; {str(dtype).removeprefix('torch.')}.")
@@ -607,6 +611,9 @@ def main(argv=None):
         raise BadInput("quantize.py is one process: start it without torchrun")
     dtype, why = runtime.pick_dtype(args.dtype, world.device)
     loaded = [load_model(path, which=args.weights) for path in args.ckpt]      # all of them, so that a wrong last one is said at once
+    if args.tasks:
+        import zeroshot
+        zeroshot.harness()                                                     # the same for a missing package
     if args.theory:
         theory_report()
     if not loaded:

@@ -109,7 +109,8 @@ def test_half_precision_input_is_measured_in_float64():
     """The sum of a million bf16 squares would stop growing at 256 in bf16."""
     x = torch.randn(1000, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert quantize.excess_kurtosis(x) == pytest.approx(direct(x)[1], rel=1e-10)
-    assert quantize.sqnr_db(x, x * 1.5) == pytest.approx(10 * math.log10(x.double().square().sum() / (x.double() - (x * 1.5).double()).square().sum()), rel=1e-10)
+    noise = (x.double() - (x * 1.5).double()).square().sum()
+    assert quantize.sqnr_db(x, x * 1.5) == pytest.approx(10 * math.log10(x.double().square().sum() / noise), rel=1e-10)
 
 
 def test_kurtosis_bounds_the_crest():
@@ -153,19 +154,19 @@ def test_streaming_sqnr_sums_powers_over_batches():
 
 
 def test_memory_does_not_grow_with_the_number_of_batches():
-    """Numbers alive in tensors, counted by the garbage collector, after 3 batches and after 60."""
+    """Numbers alive in tensors, counted by the garbage collector, after 2 batches and after 12."""
     def alive():
         gc.collect()
         return sum(o.numel() for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
     net, x = tiny(), tokens()
     with quantize.watch(net, bits=(4, 8)) as stats, torch.no_grad():
         counts = []
-        for batches in (3, 57):
+        for batches in (2, 10):
             for _ in range(batches):
                 net(x)
             counts.append(alive())
     assert counts[0] == counts[1]
-    assert stats["block_output"][0].count == 60 * 4 * 16 * 16
+    assert stats["block_output"][0].count == 12 * 4 * 16 * 16
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,7 +332,8 @@ def test_unknown_granularity():
 def test_int8_products_are_exact(m, k, n):
     """Against int64, for random and for extreme values, whose sums would saturate 16 bits, at shapes that need padding; the blocked way too."""
     g = torch.Generator().manual_seed(k)
-    for draw in (lambda *s: torch.randint(-127, 128, s, generator=g), lambda *s: torch.randint(2, s, generator=g) * 254 - 127, lambda *s: torch.full(s, -127)):
+    for draw in (lambda *s: torch.randint(-127, 128, s, generator=g), lambda *s: torch.randint(2, s, generator=g) * 254 - 127,
+                 lambda *s: torch.full(s, -127)):
         a, w = draw(m, k), draw(n, k)
         expected = a @ w.T
         for product in (quantize.int8_linear, quantize._blocked_linear):
@@ -446,7 +448,9 @@ def test_loss_is_per_token_over_unequal_batches():
 # theory
 
 def test_theory_of_activations():
-    """ReLU in closed form: m1 = 1/sqrt(2 pi), E r^2 = 1/2, E r^3 = 2/sqrt(2 pi), E r^4 = 3/2. GELU: the paper's 3.0847. Linear: 0; x^2: chi-squared, 12."""
+    """ReLU in closed form: m1 = 1/sqrt(2 pi), E r^2 = 1/2, E r^3 = 2/sqrt(2 pi), E r^4 = 3/2. GELU: the paper's 3.0847.
+
+    Linear: 0; x^2: chi-squared, 12."""
     m = 1 / math.sqrt(2 * math.pi)
     relu = (1.5 - 4 * m * 2 * m + 6 * m ** 2 / 2 - 3 * m ** 4) / (0.5 - m ** 2) ** 2 - 3
     assert quantize.theory_activation(F.relu) == pytest.approx(relu, abs=1e-9) and relu == pytest.approx(2.4076, abs=1e-4)
@@ -499,9 +503,10 @@ def corpus(tmp_path_factory):
 
 def checkpoint(folder, corpus, net, ema=None, **more):
     folder.mkdir()
-    args = dict(lm=SHAPE, tokenizer="bytes", tokenizer_digest=text.load_tokenizer("bytes").digest, data=str(corpus), shortcut="residual", opt="soap", init="default", seed=0)
-    runtime.save_checkpoint(folder / "ckpt.pt", dict(model=net.state_dict(), ema=ema and ema.state_dict(), optimizer={}, step=7, best=1.0, rng=torch.get_rng_state(),
-                                                     args={**args, **more}))
+    """A run's checkpoint as train_lm.py writes it, as far as it is read here; `more` replaces flags."""
+    args = dict(lm=SHAPE, tokenizer="bytes", tokenizer_digest=text.load_tokenizer("bytes").digest, data=str(corpus), opt="soap", init="default", seed=0)
+    runtime.save_checkpoint(folder / "ckpt.pt", dict(model=net.state_dict(), ema=ema and ema.state_dict(), optimizer={}, step=7, best=1.0,
+                                                     rng=torch.get_rng_state(), args={**args, **more}))
     return str(folder / "ckpt.pt")
 
 
@@ -512,7 +517,7 @@ def test_command_line_of_two_checkpoints(tmp_path, corpus, capsys):
     """Both side by side in both tables, the losses those of `evaluate` on the same windows, and the JSON holds each layer and site."""
     nets = [tiny(0), tiny(1, shortcut="skipless", temperature_beta=1.1)]
     paths = [checkpoint(tmp_path / "a", corpus, nets[0]),
-             checkpoint(tmp_path / "b", corpus, nets[1], ema=nets[1], shortcut="skipless", lm=dict(SHAPE, shortcut="skipless", temperature_beta=1.1))]
+             checkpoint(tmp_path / "b", corpus, nets[1], ema=nets[1], lm=dict(SHAPE, shortcut="skipless", temperature_beta=1.1))]
     quantize.main(["--ckpt", *paths, "--bits", "12", "8", "--act-granularity", "token", *FAST])
     out = capsys.readouterr().out
     assert (tmp_path / "a" / "quantize.md").read_text() in out and "one scale per token" in out and "one scale per tensor" in out
@@ -556,13 +561,14 @@ def test_command_line_with_int8_and_tasks(tmp_path, corpus, capsys, monkeypatch)
         seen.append((isinstance(model.blocks[0].mlp.fc1, quantize.Int8Linear), tokenizer.name, tasks, tasks_dir, limit))
         return {"piqa": dict(acc=0.5)}
     table = lambda results: "TASKS " + "; ".join(f"{k}: {v['piqa']['acc']}" for k, v in results.items())
-    monkeypatch.setitem(sys.modules, "zeroshot", types.SimpleNamespace(run=run, table=table))
+    monkeypatch.setitem(sys.modules, "zeroshot", types.SimpleNamespace(run=run, table=table, harness=lambda: None))
     path = checkpoint(tmp_path / "a", corpus, tiny())
-    quantize.main(["--ckpt", path, "--int8", "--tasks", "piqa", "--tasks-dir", "somewhere", "--limit", "3", "--out", str(tmp_path / "new" / "deep"), *FAST])
+    new = tmp_path / "new" / "deep"
+    quantize.main(["--ckpt", path, "--int8", "--tasks", "piqa", "--tasks-dir", "somewhere", "--limit", "3", "--out", str(new), *FAST])
     assert seen == [(False, "bytes", "piqa", "somewhere", 3), (True, "bytes", "piqa", "somewhere", 3)]
     assert "TASKS float32, a: 0.5; W8A8, a: 0.5" in capsys.readouterr().out
     quantize.main(["--ckpt", path, "--bits", "8", *FAST])
-    real, fake = (json.loads((f / "quantize.json").read_text())["checkpoints"][0]["rows"][1]["loss"] for f in (tmp_path / "new" / "deep", tmp_path / "a"))
+    real, fake = (json.loads((f / "quantize.json").read_text())["checkpoints"][0]["rows"][1]["loss"] for f in (new, tmp_path / "a"))
     assert real == pytest.approx(fake, abs=1e-4)
 
 
@@ -570,13 +576,15 @@ def test_wrong_input_in_one_sentence(tmp_path, corpus, capsys):
     """What is wrong and what to do, and nothing is written; a wrong last checkpoint is said before the first is measured."""
     good = checkpoint(tmp_path / "good", corpus, tiny())
     (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
-    runtime.save_checkpoint(tmp_path / "vit.pt", dict(model={}, ema=None, optimizer={}, step=1, best=0.0, rng=torch.get_rng_state(), args=dict(size="nano")))
+    vit = dict(model={}, ema=None, optimizer={}, step=1, best=0.0, rng=torch.get_rng_state(), args=dict(size="nano"))
+    runtime.save_checkpoint(tmp_path / "vit.pt", vit)
     other = checkpoint(tmp_path / "other", corpus, tiny(), lm=dict(SHAPE, depth=2))
     digest = checkpoint(tmp_path / "digest", corpus, tiny(), tokenizer_digest="0")
     file = tmp_path / "file"
     file.write_text("")
     for flags, message in [
-            ((), "nothing to do"), (("--ckpt", tmp_path / "none.pt"), "none.pt is not a file"), (("--ckpt", tmp_path / "broken.pt"), "is not a whole checkpoint"),
+            ((), "nothing to do"), (("--ckpt", tmp_path / "none.pt"), "none.pt is not a file"),
+            (("--ckpt", tmp_path / "broken.pt"), "is not a whole checkpoint"),
             (("--ckpt", good, tmp_path / "vit.pt"), "vit.pt holds no language model"), (("--ckpt", other), "does not fit model.LM"),
             (("--ckpt", digest), "another vocabulary"), (("--ckpt", good, "--ema"), "--ema"), (("--ckpt", good, "--int8", "--bits", "6"), "--int8 is for"),
             (("--ckpt", good, "--int8", "--weight-bits", "4"), "--int8 is for"), (("--ckpt", good, "--int8", "--asymmetric"), "--int8 is for"),
