@@ -39,7 +39,6 @@ TASKS = {
     "winogrande": ("WinoG", 1 / 2, ("sentence", "option1", "option2", "answer")),
 }
 ANSWERS = {"boolq": (False, True), "piqa": (0, 1), "social_iqa": ("1", "2", "3"), "winogrande": ("1", "2")}      # the others' depend on the row
-
 FOLDERS = ("arc", "super_glue/boolq", "hellaswag", "openbookqa", "piqa", "siqa", "winogrande")      # where the harness keeps them; all its folders take seconds
 
 
@@ -217,7 +216,7 @@ def run(model, tokenizer, tasks="all", tasks_dir=None, limit=None, batch_size=16
     limit: the first so many items of each task. acc_norm is None where the harness defines none; the average then takes acc. Errors are standard
     errors over items, None for a single item; the average's is that of a mean of independent tasks. Raises BadInput.
     """
-    names = list(TASKS) if tasks == "all" else tasks.split(",") if isinstance(tasks, str) else list(tasks)
+    names = list(TASKS) if tasks == "all" else [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
     for name in names:
         if name not in TASKS:
             raise BadInput(f"--tasks {name} is unknown: use all, or some of {','.join(TASKS)}")

@@ -409,17 +409,18 @@ def test_prompts_are_the_harness_s(harness, offline):
     assert asked == expected
 
 
-def test_shipped_files_run_with_an_lm_and_leave_nothing_behind(harness, offline, capsys):
+def test_shipped_files_run_with_an_lm_and_leave_nothing_behind(harness, offline, capsys, monkeypatch):
     tokenizer = text.load_tokenizer("gpt2")
     torch.manual_seed(0)
     model = LM(vocab_size=tokenizer.vocab_size, block_size=64, embed_dim=16, depth=1, num_heads=2)
-    level, state = logging.getLogger("lm_eval").level, torch.get_rng_state()
+    monkeypatch.setattr(logging.getLogger("lm_eval"), "level", logging.INFO)
+    state = torch.get_rng_state()
     results = zeroshot.run(model, tokenizer, tasks_dir=DATA, limit=2, batch_size=4)
     assert list(results) == [*zeroshot.TASKS, "average"] and all(results[t]["n"] == 2 for t in zeroshot.TASKS) and results["average"]["n"] == 16
     assert all(results[t]["acc"] in (0, .5, 1) for t in zeroshot.TASKS)
-    assert logging.getLogger("lm_eval").level == level and torch.equal(torch.get_rng_state(), state) and model.training
+    assert logging.getLogger("lm_eval").level == logging.INFO and torch.equal(torch.get_rng_state(), state) and model.training
     assert capsys.readouterr() == ("", "")
-    again = zeroshot.run(model, tokenizer, tasks="piqa,arc_easy", tasks_dir=str(DATA), limit=1)
+    again = zeroshot.run(model, tokenizer, tasks="piqa, arc_easy", tasks_dir=str(DATA), limit=1)
     assert list(again) == ["piqa", "arc_easy", "average"] and again["piqa"]["acc_stderr"] is None and again["average"]["acc_stderr"] is None
     rows = [line.split("|") for line in zeroshot.table({"float32": results, "again": again}).split("\n") if line.startswith("|")]
     assert {len(row) for row in rows} == {12} and len(rows) == 8           # precision, 8 tasks, average, and the two ends
