@@ -171,7 +171,7 @@ def evaluate(model, tokens, args, world, dtype):
     model.eval()
     loss, count = 0.0, 0
     with quantize.watch(model, sites=("block_output",)) as stats:
-        for x, y in text.eval_batches(tokens, args.block_size, args.micro_batch, world.rank, world.size, args.eval_tokens // args.block_size):
+        for x, y in text.eval_batches(tokens, args.block_size, args.micro_batch, world.rank, world.size, -(-args.eval_tokens // args.block_size)):
             x, y = x.to(world.device), y.to(world.device)
             with runtime.autocast(world.device, dtype):
                 logits = model(x)
