@@ -143,8 +143,8 @@ def test_gradients_reach_every_parameter_of_a_skipless_net():
 
 def test_rotation_equals_complex_numbers():
     """float64 reference to the accuracy of a float32 table, up to position 4000: angles computed in float32 would be off by 1e-4 there."""
-    x = torch.randn(1, 2, 5001, 8, dtype=torch.float64)
-    got = rotate(x, *(table.double() for table in rope_table(5001, 8)))
+    x = torch.randn(1, 2, 5000, 8, dtype=torch.float64)
+    got = rotate(x, *(table.double() for table in rope_table(5000, 8)))
     for position in (0, 1, 2, 100, 4000):
         for h in range(2):
             np.testing.assert_allclose(got[0, h, position].numpy(), np_rotate(x[0, h, position].numpy(), position), rtol=0, atol=1e-6)
@@ -217,6 +217,14 @@ def test_generation_with_a_cache_equals_generation_without(prompt):
     assert torch.equal(net.generate(tokens, 0), tokens)
 
 
+def test_generation_passes_each_token_once_while_it_fits():
+    """The cache is used: a prompt of 4 and then single tokens, until the context of 10 is full; from there on the window of 10 anew for each token."""
+    net, seen = small(), []
+    net.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    net.generate(random_tokens(1, 4), 9)
+    assert seen == [4, 1, 1, 1, 1, 1, 1, 10, 10]
+
+
 def test_sampling_follows_the_probabilities():
     """4,000 draws of one next token: the frequencies are softmax(logits / temperature) among the top k, and no other token comes."""
     net, prompt = small(), random_tokens(1, 3)
@@ -263,8 +271,9 @@ def test_head_and_embedding_stay_one_weight(tmp_path):
 
 @pytest.mark.parametrize("more, words", [
     (dict(num_heads=5), ["embed_dim 12", "num_heads 5"]), (dict(num_heads=4), ["3 dimensions", "num_heads", "even"]), (dict(num_heads=12), ["1 dimensions", "even"]),
-    (dict(attention_scale="width"), ["attention_scale 'width'", "head or model"]), (dict(shortcut="none"), ["shortcut 'none'"]), (dict(alpha_min=0.5), ["alpha_min 0.5", "decayed"]),
-    (dict(shortcut="skipless", alpha_min=0.5), ["alpha_min 0.5", "skipless"]), (dict(shortcut="decayed", alpha_min=1.5), ["alpha_min 1.5"]),
+    (dict(attention_scale="width"), ["attention_scale 'width'", "head or model"]), (dict(shortcut="none"), ["shortcut 'none'"]),
+    (dict(alpha_min=0.5), ["alpha_min 0.5", "decayed"]), (dict(shortcut="skipless", alpha_min=0.5), ["alpha_min 0.5", "skipless"]),
+    (dict(shortcut="decayed", alpha_min=1.5), ["alpha_min 1.5"]),
 ])
 def test_sizes_that_do_not_fit_are_refused(more, words):
     with pytest.raises(ValueError) as caught:
