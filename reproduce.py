@@ -5,6 +5,9 @@
     python reproduce.py depth                ours: 24 layers, with and without the rule that chooses the constants (10 minutes)
     python reproduce.py targets              ours: what the two targets of the rule do (5 minutes)
     python reproduce.py tiny                 the constants of ViT-S and of nano at four times nano's size (5 minutes)
+    python reproduce.py lm                   paper 2: language models, shortcut x optimizer x temperature, and their quantisation (80 minutes)
+    python reproduce.py lm-gap --seeds 1     ours: what moves the skipless model's loss (7 minutes)
+    python reproduce.py lm-growth --seeds 1  kurtosis as training, depth and lr grow (15 minutes)
     python reproduce.py table1 --list        the runs that remain
 
 Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
