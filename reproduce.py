@@ -96,7 +96,8 @@ CLAIMS["lm"] = dict(
                                ("AdamW", "adamw", [3e-4, 1e-3, 3e-3]))]
     + [dict(name=f"skipless, temperature 1.1, {label}", flags=TEMPERATURE, opt=opt, lrs=f"skipless, {label}")
        for label, opt in (("KL-Shampoo", "kl-shampoo"), ("SOAP", "soap"), ("Muon", "muon"), ("AdamW", "adamw"))]
-    + [dict(name="skipless, the paper's constants, KL-Shampoo", flags="--shortcut skipless --init paper --temperature-beta 1.1", opt="kl-shampoo", lrs=[3e-3, 1e-2, 3e-2])])
+    + [dict(name="skipless, the paper's constants, KL-Shampoo", flags="--shortcut skipless --init paper --temperature-beta 1.1", opt="kl-shampoo", lrs=[3e-3, 1e-2, 3e-2],
+            seeds=1)])                                             # it learns nothing at any lr
 
 # What could close the full-precision gap, one change at a time from the skipless net with SOAP. The lr is that of "lm", not searched again.
 CLAIMS["lm-gap"] = dict(
@@ -106,6 +107,7 @@ CLAIMS["lm-gap"] = dict(
         ("the rule: alpha_qk 4.1", "--init auto"), ("alpha_qk 2", "--alpha-qk 2"), ("alpha_qk 7", "--alpha-qk 7"),
         ("all of GELU's mean off", "--init auto --center 1"),
         ("looks-linear MLP", "--alpha-qk 4.1 --mlp-init looks-linear"), ("MLP gain: alpha_u .3", "--alpha-qk 4.1 --alpha-u 0.3"),
+        ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"),
         ("weight decay .1", "--init auto --weight-decay 0.1"), ("warm-up 100", "--init auto --warmup 100"), ("embedding lr 1e-2", "--init auto --embed-lr 1e-2"))])
 
 # From where does a residual net with a spectral optimizer depart from Gaussian? One thing grows at a time; lr as found in "lm".
@@ -230,7 +232,7 @@ def pending(claim, results, seeds):
         lr, missing = best_lr(cell, results, METRICS[claim["script"]])
         jobs += [(search_key(cell, m), command(claim, cell, m, 1000, claim["search"])) for m in missing]
         if lr is not None:
-            lines = {final_key(cell, s): command(claim, cell, lr, s, claim["final"]) for s in range(seeds)}
+            lines = {final_key(cell, s): command(claim, cell, lr, s, claim["final"]) for s in range(min(seeds, cell.get("seeds", seeds)))}
             jobs += [(key, line) for key, line in lines.items() if results.final(key, line) is None]
     return sorted(jobs, key=lambda job: (job[0].startswith("final"), int(job[0].split()[-1]) if job[0].startswith("final") else 0))
 
