@@ -55,8 +55,13 @@ def suo_(weight, gain=1.0):
     The published PyTorch helper expects (in, out); on nn.Linear it would give 1 and 2, so mean squares off by 4.)
     """
     out, in_ = weight.shape
-    full = weight if weight.dtype in (torch.float32, torch.float64) else torch.empty_like(weight, dtype=torch.float32)      # QR knows no half precision
-    nn.init.orthogonal_(full, gain * max(math.sqrt(out / in_), 1.0))
+    _orthogonal_(weight, gain * max(math.sqrt(out / in_), 1.0))
+
+
+def _orthogonal_(weight, gain):
+    """nn.init.orthogonal_ for every type: QR knows no half precision."""
+    full = weight if weight.dtype in (torch.float32, torch.float64) else torch.empty_like(weight, dtype=torch.float32)
+    nn.init.orthogonal_(full, gain)
     weight.copy_(full)
 
 
@@ -126,9 +131,9 @@ def init_residual_free_lm(model, alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_
         w_q, w_k, w_v = attn.qkv.weight.chunk(3)                  # views: the functions write through
         for rows in range(0, len(w_q), attn.head_dim):
             head = slice(rows, rows + attn.head_dim)
-            nn.init.orthogonal_(w_q[head], math.sqrt(alpha_qk))
+            _orthogonal_(w_q[head], math.sqrt(alpha_qk))
         w_k.copy_(w_q)
-        nn.init.orthogonal_(w_v, math.sqrt(alpha_vo))
+        _orthogonal_(w_v, math.sqrt(alpha_vo))
         attn.proj.weight.copy_(w_v.T)
         if mlp == "suo":
             suo_(block.mlp.fc1.weight, math.sqrt(alpha_u))

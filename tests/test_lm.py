@@ -470,3 +470,35 @@ def test_forecast_knows_the_scale_of_the_logits():
     forecast, forecast_cosine = init.forecast_lm(3.0, 64, 64, 3, scale=0.5)
     assert np.abs(diagonal - forecast).max() < 0.05 and np.abs(cosine - forecast_cosine).max() < 0.06
     assert (forecast, forecast_cosine) == init.forecast_lm(1.5, 64, 64, 3)
+
+
+@pytest.mark.parametrize("dim, heads, tokens, depth, beta", [(128, 4, 128, 12, 1.0), (96, 3, 64, 12, 1.0), (128, 4, 128, 24, 1.0), (128, 2, 64, 8, 1.05)])
+def test_the_rule_takes_the_smallest_alpha_that_keeps_every_diagonal(dim, heads, tokens, depth, beta):
+    """To its two digits: a tenth less misses the target in some block; GELU's mean is left alone where the last cosine allows it."""
+    constants = init.choose_lm_constants(dim, heads, tokens, depth, beta)
+    least = lambda alpha: min(init.forecast_lm(alpha, dim // heads, tokens, depth, beta)[0])
+    assert least(constants["alpha_qk"]) > 0.89 and least(0.9 * constants["alpha_qk"]) < 0.9
+    assert constants["center"] == 0 and init.forecast_lm(constants["alpha_qk"], dim // heads, tokens, depth, beta)[1][-1] <= 0.95
+
+
+def test_the_rule_in_a_real_decoder():
+    """Diagonals at initialisation, measured: the rule keeps all of twelve above .85, the printed constant lets them fall below .5."""
+    def least_diagonal(alpha):
+        torch.manual_seed(0)
+        net = LM(257, 128, 128, 12, 4, shortcut="skipless")
+        init.init_residual_free_lm(net, alpha)
+        x, least = net.token_embed(random_tokens(4, 128, vocab=257)), 1.0
+        with torch.no_grad():
+            for block in net.blocks:
+                least = min(least, block.attn.matrix(block.norm1(x), net.rope(0, 128)).diagonal(dim1=-2, dim2=-1).mean().item())
+                x = block(x, net.rope(0, 128))
+        return least
+
+    assert least_diagonal(init.choose_lm_constants(128, 4, 128, 12)["alpha_qk"]) > 0.85
+    assert least_diagonal(0.9) < 0.5
+
+
+def test_the_rule_stops_where_the_target_is_out_of_reach():
+    assert init.choose_lm_constants(16, 2, 16, 2)["alpha_qk"] == 20.0
+    deep = init.choose_lm_constants(128, 4, 64, 48, 1.1)           # the last logits are divided by 88: all of GELU's mean goes before tokens may merge
+    assert deep["alpha_qk"] == 20.0 and deep["center"] > 0
