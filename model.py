@@ -92,6 +92,8 @@ class MLP(nn.Module):
 
     def __init__(self, dim, hidden, bias=True, shift=0.0):
         super().__init__()
+        if hidden < 1:
+            raise ValueError(f"an MLP of width {dim} has no hidden unit at this mlp_ratio: raise it")
         self.shift = shift
         self.fc1 = nn.Linear(dim, hidden, bias=bias)
         self.fc2 = nn.Linear(hidden, dim, bias=bias)

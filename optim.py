@@ -437,7 +437,10 @@ class Optimizers:
         require(theirs == self.name, f"This is the state of the optimizer {theirs!r}, but the run uses {self.name!r}: choose {theirs!r}, or start afresh.")
         require(len(state_dict["parts"]) == len(self.parts), "This optimizer state was saved for a model with other kinds of parameters.")
         for part, state in zip(self.parts, state_dict["parts"]):
+            scales = [group["lr_scale"] for group in part.param_groups]
             part.load_state_dict(copy.deepcopy(state))                  # torch would share tensors with the given dict
+            for group, scale in zip(part.param_groups, scales):         # of the lrs this run was started with, which may be new
+                group["lr_scale"] = scale
 
 
 def is_token(name: str) -> bool:

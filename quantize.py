@@ -595,15 +595,6 @@ def describe(args, dtype, records):
             f"{f'up to {args.eval_tokens}' if args.eval_tokens else 'all'} validation tokens; {str(dtype).removeprefix('torch.')}.")
 
 
-def finite(value):
-    """Nested plain data with null for nan and inf, which JSON has no word for."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def main(argv=None):
     args = get_args(argv)
     world = runtime.start(args.device, args.threads)
@@ -629,7 +620,7 @@ def main(argv=None):
     for record, name in zip(records, names):
         record["name"] = (name if name and names.count(name) == 1 else record["path"]) + " (ema)" * (record["weights"] == "ema")
     report = f"{describe(args, dtype, records)}\n\n{main_table(records)}\n{ablation_table(records)}"
-    results = finite(dict(args=vars(args), device=str(world.device), torch=torch.__version__, checkpoints=records))
+    results = runtime.finite(dict(args=vars(args), device=str(world.device), torch=torch.__version__, checkpoints=records))
     (folder / "quantize.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / "quantize.md").write_text(report)
     figures(records, folder)

@@ -110,9 +110,9 @@ CLAIMS["lm-gap"] = dict(
         ("weight decay .1", "--init auto --weight-decay 0.1"), ("warm-up 100", "--init auto --warmup 100"), ("embedding lr 1e-2", "--init auto --embed-lr 1e-2"))])
 
 # From where does a residual net with a spectral optimizer depart from Gaussian? One thing grows at a time; lr as found in "lm".
-GROWTH = (("900 steps", "--steps 900"), ("24 layers", "--depth 24"))
+GROWTH = (("24 layers", "--depth 24"),)
 CLAIMS["lm-growth"] = dict(
-    title="Kurtosis as training and depth grow",
+    title="Twice the depth: 24 layers, one seed, lr as in \"lm\"",
     script="train_lm.py", search=None, final="--sample-tokens 0",
     cells=[dict(name=f"{shortcut}, {label}, {name}", flags=f"--shortcut {shortcut} {flags}", opt=opt, lrs=[lr])
            for name, flags in GROWTH for shortcut, label, opt, lr in (("residual", "AdamW", "adamw", 3e-3), ("residual", "Muon", "muon", 3e-2), ("skipless", "SOAP", "soap", 3e-3))])

@@ -206,7 +206,8 @@ def check_resume(path, saved, args, fixed, free):
     free: flags that do not matter to the trajectory. Raises BadInput naming the flag and both values.
     """
     notes = []
-    for key in sorted(set(saved) & set(args) - set(free)):
+    common = set(saved) & set(args) - set(free)
+    for key in [k for k in fixed if k in common] + sorted(common - set(fixed)):      # in the order of `fixed`, so that what follows from a flag is not named before it
         if saved[key] != args[key]:
             flag = "--" + key.replace("_", "-")
             if key in fixed:
@@ -248,11 +249,20 @@ class Log:
         if not self.main:
             return
         self.say(human)
-        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        record = finite(record)
         with open(self.path, "a") as f:
             f.write(json.dumps(record) + "\n")
         if self.wandb:
             self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+
+def finite(value):
+    """Nested plain data with null for nan and inf, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line):
@@ -321,7 +331,8 @@ def pyplot():
 def matmul_rate(device, dtype, size=1024, repeats=5):
     """Floating-point operations per second of a large matrix product on this device, measured: what MFU is a share of."""
     size *= 4 if device.type == "cuda" else 1                    # a GPU is not filled by less
-    a = torch.randn(size, size, device=device, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(0)           # the run's own must not move: a resume continues it
+    a = torch.rand(size, size, generator=generator, device=device).to(dtype)
     wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
     a @ a                                                        # the first call sets the library up
     best = math.inf

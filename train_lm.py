@@ -30,7 +30,7 @@ PRESETS = {
     # 2.4 M parameters, minutes on two cores. KL-Shampoo's eigenvalues are averages that forget their start at .98 a step, two per matrix: from the
     # reference's 0.1 down to what clipped gradients of 2.4 M entries have (6e-4), a run of 300 steps would be almost over.
     "laptop": dict(
-        data="sotu", tokenizer="bytes", embed_dim=128, depth=12, num_heads=4, block_size=128, steps=300, batch_size=8, warmup=40,
+        data="sotu", tokenizer=None, embed_dim=128, depth=12, num_heads=4, block_size=128, steps=300, batch_size=8, warmup=40,
         temperature_beta=1.0, skipless_init="auto",
         lr={"residual": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 3e-3, "muon": 3e-3},
             "skipless": {"adamw": 3e-4, "soap": 3e-3, "kl-shampoo": 3e-3, "muon": 3e-3}},
@@ -102,7 +102,7 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("data").add_argument
     add("--data", help="sotu, shakespeare, text (both), a .txt file, or a folder that `python prepare.py` wrote")
-    add("--tokenizer", help="bytes, gpt2, gpt2-32k or a name of tiktoken's; None is the prepared folder's own")
+    add("--tokenizer", help="bytes, gpt2, gpt2-32k or a name of tiktoken's; None is the prepared folder's own, and bytes for a text")
     add("--eval-tokens", type=number(int, low=0), help="validation tokens to evaluate on, spread evenly; 0 is all")
     add("--sample-tokens", type=number(int, low=0), help="tokens of text to write at each evaluation; 0 is off")
     add("--prompt", default="", help="what the samples begin with")
@@ -248,6 +248,7 @@ def main(argv=None):
         if step >= steps and notes:
             raise BadInput(f"{ckpt} is a finished run (step {step} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
     batches = text.train_batches(corpus.train, args.block_size, args.batch_size, args.seed, step, steps, world.rank, world.size, micro_steps)
+    text.eval_batches(corpus.val, args.block_size, args.micro_batch)      # complains of a text without validation part before anything is written
     if args.wandb:
         runtime.import_optional("wandb", "--wandb")
     runtime.make_out(args.out, flags, world)
