@@ -1,6 +1,10 @@
 """A LLaMA-style language model, with and without residual connections (paper 2).
 
-On a laptop: RESULTS
+On a laptop: 12 layers of width 128, 2.4 M parameters, the bytes of 2 MB of speeches, 300 steps of 1,024; 1 to 2 minutes on two cores. Validation loss in
+nats per byte over three seeds (results/lm.json, 2026-11-30):
+    python train_lm.py --skipless --opt soap     1.940 +- .019   no residuals
+    python train_lm.py --opt soap                1.797 +- .023   with residuals
+    python train_lm.py                           1.984 +- .010   the usual decoder: residual, AdamW
 
 The paper's 194 M parameters on FineWeb-Edu, 8 GPUs (paper: KL-Shampoo lr 5e-4 residual-free, 1e-3 residual; not run by us):
     python prepare.py /path/to/fineweb-edu --tokenizer gpt2-32k --out data/fineweb-edu-32k
@@ -32,8 +36,8 @@ PRESETS = {
     "laptop": dict(
         data="sotu", tokenizer=None, embed_dim=128, depth=12, num_heads=4, block_size=128, steps=300, batch_size=8, warmup=40,
         temperature_beta=1.0, skipless_init="auto",
-        lr={"residual": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 3e-3, "muon": 3e-3},
-            "skipless": {"adamw": 3e-4, "soap": 3e-3, "kl-shampoo": 3e-3, "muon": 3e-3}},
+        lr={"residual": {"adamw": 3e-3, "soap": 1e-2, "kl-shampoo": 1e-2, "muon": 3e-2},      # searched (results/lm.json)
+            "skipless": {"adamw": 1e-3, "soap": 3e-3, "kl-shampoo": 9e-4, "muon": 1e-3}},
         weight_decay=0.01, clip=1.0, precondition_frequency=10, init_factor=1e-3, eval_tokens=32768, eval_every=100, save_every=100, sample_tokens=200),
     # 24 x 768, 194.48 M parameters, FineWeb-Edu. The paper states: context 512, 512 sequences a step, 50,000 steps, 2,000 warm-up, decay .01, the lrs of
     # KL-Shampoo, temperature beta 1.1 without residuals. Assumed, as the paper's page does not say: cosine to 0, clip 1, the lrs of AdamW (the residual
