@@ -5,9 +5,8 @@
     python reproduce.py depth                ours: 24 layers, with and without the rule that chooses the constants (10 minutes)
     python reproduce.py targets              ours: what the two targets of the rule do (5 minutes)
     python reproduce.py tiny                 the constants of ViT-S and of nano at four times nano's size (5 minutes)
-    python reproduce.py lm                   paper 2: language models, shortcut x optimizer x temperature, and their quantisation (80 minutes)
-    python reproduce.py lm-gap --seeds 1     ours: what moves the skipless model's loss (7 minutes)
-    python reproduce.py lm-growth --seeds 1  kurtosis as training and depth grow (15 minutes)
+    python reproduce.py lm                   paper 2: language models, shortcut x optimizer x temperature, and their quantisation (75 minutes)
+    python reproduce.py lm-gap --seeds 1     ours: what moves the skipless model's loss (10 minutes)
     python reproduce.py table1 --list        the runs that remain
 
 Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
@@ -108,14 +107,6 @@ CLAIMS["lm-gap"] = dict(
         ("looks-linear MLP", "--alpha-qk 4.1 --mlp-init looks-linear"), ("MLP gain: alpha_u .3", "--alpha-qk 4.1 --alpha-u 0.3"),
         ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"),
         ("weight decay .1", "--init auto --weight-decay 0.1"), ("warm-up 100", "--init auto --warmup 100"), ("embedding lr 1e-2", "--init auto --embed-lr 1e-2"))])
-
-# From where does a residual net with a spectral optimizer depart from Gaussian? One thing grows at a time; lr as found in "lm".
-GROWTH = (("24 layers", "--depth 24"),)
-CLAIMS["lm-growth"] = dict(
-    title="Twice the depth: 24 layers, one seed, lr as in \"lm\"",
-    script="train_lm.py", search=None, final="--sample-tokens 0",
-    cells=[dict(name=f"{shortcut}, {label}, {name}", flags=f"--shortcut {shortcut} {flags}", opt=opt, lrs=[lr])
-           for name, flags in GROWTH for shortcut, label, opt, lr in (("residual", "AdamW", "adamw", 3e-3), ("residual", "Muon", "muon", 3e-2), ("skipless", "SOAP", "soap", 3e-3))])
 
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
