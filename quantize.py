@@ -328,7 +328,7 @@ def load_model(path, device="cpu", which="auto"):
         checkpoint = runtime.load_checkpoint(path)
     except BadInput as error:
         raise BadInput(f"--ckpt {path} is not a whole checkpoint: {remedy}") from error
-    if "lm" not in checkpoint["args"]:
+    if not {"lm", "data", "tokenizer", "tokenizer_digest"} <= set(checkpoint["args"]):
         raise BadInput(f"--ckpt {path} holds no language model: {remedy}")
     ema = checkpoint.get("ema")
     if which == "ema" and ema is None:
@@ -343,12 +343,23 @@ def load_model(path, device="cpu", which="auto"):
     return net.to(device).eval(), checkpoint
 
 
-def measure(path, net, checkpoint, args, world, dtype):
-    """Everything about one checkpoint, as a dict of plain numbers: what quantize.json holds."""
-    saved, net, start = checkpoint["args"], net.to(world.device), time.perf_counter()
-    data = text.load_text(args.data or saved["data"], saved["tokenizer"])
+def load_data(path, checkpoint, name=None):
+    """The TextData to evaluate a checkpoint on: of that name, or its own. Raises BadInput where it is gone, or has another vocabulary."""
+    saved = checkpoint["args"]
+    try:
+        data = text.load_text(name or saved["data"], saved["tokenizer"])
+    except BadInput as error:
+        if name:
+            raise
+        raise BadInput(f"--ckpt {path} was trained on {saved['data']}, which cannot be read here: pass --data") from error
     if data.tokenizer.digest != saved["tokenizer_digest"]:
         raise BadInput(f"--ckpt {path} was trained with another vocabulary named {saved['tokenizer']}: use the tokenizer files of its training")
+    return data
+
+
+def measure(path, net, checkpoint, data, args, world, dtype):
+    """Everything about one checkpoint, as a dict of plain numbers: what quantize.json holds."""
+    saved, net, start = checkpoint["args"], net.to(world.device), time.perf_counter()
     limit = -(-args.eval_tokens // net.block_size)                             # windows, rounded up; 0 is all
     batches = lambda: text.eval_batches(data.val, net.block_size, args.batch_size, limit=limit)
     rows, grid = [], dict(act_granularity=args.act_granularity, weight_granularity=args.weight_granularity, symmetric=not args.asymmetric,
@@ -563,7 +574,7 @@ def get_args(argv=None):
     add("--int8", action="store_true", help="W8A8 in real int8 arithmetic instead of rounded floats")
     add = parser.add_argument_group("evaluation").add_argument
     add("--data", default=None, help="text to evaluate on, as for train_lm.py; None is each checkpoint's own")
-    add("--eval-tokens", type=number(int, low=0), default=65536, help="validation tokens, spread evenly; 0 is all")
+    add("--eval-tokens", type=number(int, low=0), default=32768, help="validation tokens, spread evenly; 0 is all; as in train_lm.py's laptop preset")
     add("--batch-size", type=number(int, low=1), default=16, help="sequences per forward pass; scales per tensor depend on it")
     add("--tasks", default=None, help="zero-shot tasks, separated by commas, or all")
     add("--tasks-dir", default=None, help="folder of the tasks' items, see zeroshot.py; None downloads the complete sets")
@@ -578,6 +589,8 @@ def get_args(argv=None):
     if not (args.ckpt or args.theory):
         raise BadInput("there is nothing to do: give --ckpt with checkpoints of train_lm.py, or --theory")
     args.bits = list(dict.fromkeys(args.bits or ([8] if args.int8 else [12, 8, 6, 4])))
+    if not args.tasks and (args.tasks_dir or args.limit):
+        raise BadInput("--tasks-dir and --limit have no effect without --tasks: give --tasks all, or leave them out")
     if args.int8 and (args.bits != [8] or args.weight_bits != 8 or args.asymmetric):
         raise BadInput("--int8 is for --bits 8 and --weight-bits 8 on the symmetric grid: leave the other flags out, or --int8")
     return args
@@ -601,10 +614,12 @@ def main(argv=None):
     if world.size > 1:
         raise BadInput("quantize.py is one process: start it without torchrun")
     dtype, why = runtime.pick_dtype(args.dtype, world.device)
-    loaded = [load_model(path, which=args.weights) for path in args.ckpt]      # all of them, so that a wrong last one is said at once
-    if args.tasks:
+    loaded = [load_model(path, which=args.weights) for path in args.ckpt]      # all of them, so that a wrong last one is said at once,
+    loaded = [(*pair, load_data(path, pair[1], args.data)) for path, pair in zip(args.ckpt, loaded)]
+    if args.tasks:                                                             # and wrong tasks or a missing package too
         import zeroshot
-        zeroshot.harness()                                                     # the same for a missing package
+        zeroshot.chosen(args.tasks, args.tasks_dir)
+        zeroshot.harness()
     if args.theory:
         theory_report()
     if not loaded:
@@ -615,16 +630,20 @@ def main(argv=None):
     except OSError as error:
         raise BadInput(f"--out {folder} cannot be written ({error.strerror}): choose a folder that can") from error
     print(f"device {world.why}; {dtype}, {why}", flush=True)
-    records = [measure(path, *pair, args, world, dtype) for path, pair in zip(args.ckpt, loaded)]
+    records = [measure(path, *parts, args, world, dtype) for path, parts in zip(args.ckpt, loaded)]
     names = [Path(path).parent.name for path in args.ckpt]
     for record, name in zip(records, names):
         record["name"] = (name if name and names.count(name) == 1 else record["path"]) + " (ema)" * (record["weights"] == "ema")
     report = f"{describe(args, dtype, records)}\n\n{main_table(records)}\n{ablation_table(records)}"
     results = runtime.finite(dict(args=vars(args), device=str(world.device), torch=torch.__version__, checkpoints=records))
-    (folder / "quantize.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "quantize.md").write_text(report)
-    figures(records, folder)
-    print(f"\n{report}\n{folder}: quantize.md, quantize.json, kurtosis_by_depth.png, sqnr_by_bits.png")
+    print(f"\n{report}")                                                       # first of all: a folder that cannot be written must not lose it
+    try:
+        (folder / "quantize.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / "quantize.md").write_text(report)
+        figures(records, folder)
+    except OSError as error:
+        raise BadInput(f"--out {folder} cannot be written ({error.strerror}): choose a folder that can") from error
+    print(f"{folder}: quantize.md, quantize.json, kurtosis_by_depth.png, sqnr_by_bits.png")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf, below=math.inf):
     return parse
 
 
-def add_run_flags(parser):
-    """The flags that every train script shares and that say nothing about the experiment."""
+def add_run_flags(parser, never="once per epoch"):
+    """The flags that every train script shares and that say nothing about the experiment. never: what --eval-every 0 and --save-every 0 mean."""
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=number(int, low=0, high=2 ** 63 - 1), default=0, help="seeds the init, the data order, the augmentation and the noise")
     add("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda or mps")
@@ -62,8 +62,8 @@ def add_run_flags(parser):
     add("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue from the checkpoint in --out if there is one")
     add("--fresh", dest="resume", action="store_false", default=argparse.SUPPRESS, help="start over: same as --no-resume")
     add("--log-every", type=number(int, low=1), default=20, help="steps between lines of the log")
-    add("--eval-every", type=number(int, low=0), default=0, help="steps between evaluations; 0 means once per epoch")
-    add("--save-every", type=number(int, low=0), default=0, help="steps between checkpoints; 0 means once per epoch")
+    add("--eval-every", type=number(int, low=0), default=0, help=f"steps between evaluations; 0 means {never}")
+    add("--save-every", type=number(int, low=0), default=0, help=f"steps between checkpoints; 0 means {never}")
     add("--wandb", default=None, metavar="PROJECT", help="also log to this Weights & Biases project (needs the wandb package)")
 
 
@@ -191,12 +191,17 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def find_checkpoint(out, resume):
-    """(path, checkpoint) of the run in folder `out`; checkpoint is None where there is none, or it is not to be resumed."""
+def find_checkpoint(out, resume, own):
+    """(path, checkpoint) of the run in folder `out`; checkpoint is None where there is none, or it is not to be resumed.
+
+    own: an entry of args that only this script's checkpoints have. Raises BadInput for another script's."""
     path = Path(out) / "ckpt.pt"
     if path.exists() and not path.is_file():
         raise BadInput(f"{path} is not a file: choose another --out")
-    return path, load_checkpoint(path) if resume and path.exists() else None
+    checkpoint = load_checkpoint(path) if resume and path.exists() else None
+    if checkpoint and own not in checkpoint["args"]:
+        raise BadInput(f"{path} was written by another train script: choose another --out, or --fresh to replace it")
+    return path, checkpoint
 
 
 def check_resume(path, saved, args, fixed, free):

@@ -212,14 +212,16 @@ SHARD = "[0-9]" * 6 + ".bin"                                     # behind train_
 
 def read_header(path):
     """(number of tokens, digest, tokenizer's name) of a shard. Raises BadInput if it is none, or not as long as it says."""
-    with open(path, "rb") as file:
-        data = file.read(HEADER.size)
+    data = path.open("rb").read(HEADER.size) if path.is_file() else b""
     if len(data) < HEADER.size or not data.startswith(MAGIC):
         raise BadInput(f"{path} does not begin as a shard of tokens does: delete it, and run prepare again if it was one")
-    _, _, count, digest, name = HEADER.unpack(data)
+    _, vocabulary, count, digest, name = HEADER.unpack(data)
     if (size := os.path.getsize(path)) != HEADER.size + 2 * count:
         raise BadInput(f"{path} is damaged, it should hold {count:,} tokens and holds {(size - HEADER.size) // 2:,}: delete it and run prepare again")
-    return count, digest.decode(), name.rstrip(b"\0").decode()
+    name = name.rstrip(b"\0").decode(errors="replace")
+    if vocabulary != load_tokenizer(name).vocab_size:
+        raise BadInput(f"{path} says that {name} has {vocabulary:,} tokens, and it has {load_tokenizer(name).vocab_size:,}: prepare the text again with --fresh")
+    return count, digest.decode(errors="replace"), name
 
 
 def load_shards(folder, asked=None):
@@ -247,7 +249,13 @@ def load_shards(folder, asked=None):
 def read_manifest(folder):
     """What `prepare` noted in the folder: tokenizer, flags, sources and the number of shards; None if it noted nothing."""
     path = folder / "manifest.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        manifest = json.loads(path.read_text()) if path.exists() else None
+    except (ValueError, OSError):                                # no JSON, or a folder
+        manifest = ()
+    if manifest is not None and not (isinstance(manifest, dict) and isinstance(manifest.get("shards"), int)):
+        raise BadInput(f"{path} is not what prepare.py wrote: prepare the text again with --fresh, or into another folder")
+    return manifest
 
 
 # ----------------------------------------------------------------------------------------------------------------- batches
@@ -301,7 +309,7 @@ def eval_batches(tokens, block_size, micro_batch, rank=0, world_size=1, limit=0)
     A rank may have no window at all. Raises BadInput if there is no target.
     """
     if len(tokens) < 2:
-        raise BadInput(f"{tokens.name} has {len(tokens)} tokens, too few to evaluate on: give more text, or prepare it with a larger --val")
+        raise BadInput(f"{tokens.name} has {len(tokens)} tokens, too few to evaluate on: give more text, or prepare a folder with a larger --val")
     count = -(-(len(tokens) - 1) // block_size)
     chosen = [i * count // limit for i in range(limit)] if 0 < limit < count else range(count)
 

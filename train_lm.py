@@ -110,7 +110,7 @@ def get_args(argv=None):
     add("--eval-tokens", type=number(int, low=0), help="validation tokens to evaluate on, spread evenly; 0 is all")
     add("--sample-tokens", type=number(int, low=0), help="tokens of text to write at each evaluation; 0 is off")
     add("--prompt", default="", help="what the samples begin with")
-    runtime.add_run_flags(parser)
+    runtime.add_run_flags(parser, never="at the end only")
 
     parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "skipless_init")})
     args = parser.parse_args(argv)
@@ -223,6 +223,8 @@ def main(argv=None):
     # data, model, optimizer
     corpus = text.load_text(args.data, args.tokenizer)
     args.tokenizer = corpus.tokenizer.name
+    text.windows_per_epoch(corpus.train, args.block_size)        # a text shorter than the context is said before a model is built,
+    text.eval_batches(corpus.val, args.block_size, args.micro_batch)      # one without validation part too
     steps, eval_every, save_every = args.steps, args.eval_every or args.steps, args.save_every or args.steps
     raw, shape, init_line = build_model(args, corpus.tokenizer.vocab_size)
     raw.to(world.device)
@@ -235,7 +237,7 @@ def main(argv=None):
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, aux_lr=args.embed_lr, **options)
 
     # resume, before anything is written
-    ckpt, saved = runtime.find_checkpoint(args.out, args.resume)
+    ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "train_tokens")
     flags = dict(vars(args), lm=shape, tokenizer_digest=corpus.tokenizer.digest, train_tokens=len(corpus.train))
     step, best, val_loss, notes = 0, float("inf"), None, []
     if saved:
@@ -252,7 +254,6 @@ def main(argv=None):
         if step >= steps and notes:
             raise BadInput(f"{ckpt} is a finished run (step {step} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
     batches = text.train_batches(corpus.train, args.block_size, args.batch_size, args.seed, step, steps, world.rank, world.size, micro_steps)
-    text.eval_batches(corpus.val, args.block_size, args.micro_batch)      # complains of a text without validation part before anything is written
     if args.wandb:
         runtime.import_optional("wandb", "--wandb")
     runtime.make_out(args.out, flags, world)

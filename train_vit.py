@@ -201,7 +201,7 @@ def main(argv=None):
     mix = data.mixer(len(images.classes), args.mixup, args.cutmix)
 
     # resume, before anything is written
-    ckpt, saved = runtime.find_checkpoint(args.out, args.resume)
+    ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "train_images")
     flags, step, best, top1, notes = dict(vars(args), train_images=len(images.train), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
     if saved:
         notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)

@@ -209,6 +209,17 @@ def quiet():
             logger.setLevel(level)
 
 
+def chosen(tasks, tasks_dir=None):
+    """(names, items or None) for the `tasks` and `tasks_dir` of `run`. Raises BadInput for an unknown task and an unreadable file."""
+    names = list(TASKS) if tasks == "all" else [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
+    for name in names:
+        if name not in TASKS:
+            raise BadInput(f"--tasks {name} is unknown: use all, or some of {','.join(TASKS)}")
+    if not names or len(set(names)) < len(names):
+        raise BadInput(f"--tasks {','.join(names)} must name at least one task, and none twice")
+    return names, {name: read_items(tasks_dir, name) for name in names} if tasks_dir else None
+
+
 def run(model, tokenizer, tasks="all", tasks_dir=None, limit=None, batch_size=16, device=None):
     """{task: {acc, acc_stderr, acc_norm, acc_norm_stderr, n}} and the same under "average". Nothing here is random.
 
@@ -216,17 +227,11 @@ def run(model, tokenizer, tasks="all", tasks_dir=None, limit=None, batch_size=16
     limit: the first so many items of each task. acc_norm is None where the harness defines none; the average then takes acc. Errors are standard
     errors over items, None for a single item; the average's is that of a mean of independent tasks. Raises BadInput.
     """
-    names = list(TASKS) if tasks == "all" else [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
-    for name in names:
-        if name not in TASKS:
-            raise BadInput(f"--tasks {name} is unknown: use all, or some of {','.join(TASKS)}")
-    if not names or len(set(names)) < len(names):
-        raise BadInput(f"--tasks {','.join(names)} must name at least one task, and none twice")
+    names, items = chosen(tasks, tasks_dir)
     if limit is not None and limit < 1:
         raise BadInput(f"--limit {limit} must be at least 1 item")
     if getattr(model, "vocab_size", math.inf) < tokenizer.vocab_size:
         raise BadInput(f"the model knows {model.vocab_size} tokens and the tokenizer {tokenizer.vocab_size}: use the tokenizer that the model was trained with")
-    items = {name: read_items(tasks_dir, name) for name in names} if tasks_dir else None
     with quiet():
         measured = harness()[1](adapter(model, tokenizer, batch_size, device), load_tasks(names, items), limit=limit, log_samples=False)
     results = {}

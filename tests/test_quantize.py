@@ -561,7 +561,7 @@ def test_command_line_with_int8_and_tasks(tmp_path, corpus, capsys, monkeypatch)
         seen.append((isinstance(model.blocks[0].mlp.fc1, quantize.Int8Linear), tokenizer.name, tasks, tasks_dir, limit))
         return {"piqa": dict(acc=0.5)}
     table = lambda results: "TASKS " + "; ".join(f"{k}: {v['piqa']['acc']}" for k, v in results.items())
-    monkeypatch.setitem(sys.modules, "zeroshot", types.SimpleNamespace(run=run, table=table, harness=lambda: None))
+    monkeypatch.setitem(sys.modules, "zeroshot", types.SimpleNamespace(run=run, table=table, harness=lambda: None, chosen=lambda *tasks: None))
     path = checkpoint(tmp_path / "a", corpus, tiny())
     new = tmp_path / "new" / "deep"
     quantize.main(["--ckpt", path, "--int8", "--tasks", "piqa", "--tasks-dir", "somewhere", "--limit", "3", "--out", str(new), *FAST])

@@ -458,3 +458,28 @@ def test_training_reads_from_shards(corpus):
     memory = T.Tokens("memory", [data.train[:]])
     for (x, y), (x_, y_) in zip(T.train_batches(data.train, 30_000, 4, 0, 0, 5), T.train_batches(memory, 30_000, 4, 0, 0, 5), strict=True):
         assert torch.equal(x, x_) and torch.equal(y, y_)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"shards": "2"}', "\x00"])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    write_text(tmp_path / "a.txt", 60_000)
+    prepare(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1)
+    (tmp_path / "out" / "manifest.json").write_text(content)
+    for call in (lambda: T.load_text(tmp_path / "out"), lambda: prepare(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bytes")):
+        with pytest.raises(BadInput, match="manifest.json is not what prepare.py wrote: prepare the text again"):
+            call()
+
+
+def test_a_shard_of_another_vocabulary_size_and_a_folder_in_its_place(tmp_path):
+    write_text(tmp_path / "a.txt", 60_000)
+    prepare(tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1)
+    shard = tmp_path / "out" / "train_000000.bin"
+    data = bytearray(shard.read_bytes())
+    data[8:12] = (5).to_bytes(4, "little")
+    shard.write_bytes(data)
+    with pytest.raises(BadInput, match="train_000000.bin says that bytes has 5 tokens, and it has 257"):
+        T.load_text(tmp_path / "out")
+    shard.unlink()
+    shard.mkdir()
+    with pytest.raises(BadInput, match="train_000000.bin does not begin as a shard"):
+        T.load_text(tmp_path / "out")

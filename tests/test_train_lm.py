@@ -104,7 +104,8 @@ def story(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, story):
     """A finished run, to be copied and not changed, and its command's flags. Its --eval-tokens are all."""
-    out, flags = tmp_path_factory.mktemp("finished") / "run", ["--data", str(story), "--ema", ".5", "--eval-tokens", "0", "--prompt", "The "]
+    out, flags = tmp_path_factory.mktemp("finished") / "run", ["--data", str(story), "--ema", ".9", "--eval-tokens", "0", "--prompt", "The ",
+                                                                       "--sample-tokens", "60"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "matmul_rate", lambda device, dtype: 1e9)
         train(out, *flags)
@@ -180,16 +181,16 @@ def test_the_checkpoint_rebuilds_what_was_evaluated(finished, story):
     out, saved, last = finished[0], load(finished[0]), lines(finished[0])[-1]
     model = LM(**saved["args"]["lm"])
     model.load_state_dict(saved["ema"])
-    generator = torch.Generator().manual_seed(runtime.mix_seed(0, "sample", 8))
-    written = model.generate(torch.tensor([[256, *b"The "]]), 4, temperature=0.8, top_k=50, generator=generator)
-    assert last["sample"] == bytes(written[0, 1:].tolist()).decode(errors="replace") and last["sample"].startswith("The ")
+    raw = LM(**saved["args"]["lm"])
+    raw.load_state_dict(saved["model"])
+    generator = lambda: torch.Generator().manual_seed(runtime.mix_seed(0, "sample", 8))
+    written, other = (net.generate(torch.tensor([[256, *b"The "]]), 60, temperature=0.8, top_k=50, generator=generator()) for net in (model, raw))
+    assert last["sample"] == text.Bytes().decode(written[0, 1:]) and last["sample"].startswith("The ") and not torch.equal(written, other)
     tokens = text.load_text(story, "bytes").val
     assert (len(tokens) - 1) % 16 and len(tokens) > 2000
     windows = range(-(-(len(tokens) - 1) // 16))
     assert last["val_loss"] == pytest.approx(reference_loss(model, tokens, windows), rel=1e-6)
     assert last["kurtosis"] == pytest.approx(reference_kurtosis(model, tokens, windows), rel=1e-4, abs=1e-4)
-    raw = LM(**saved["args"]["lm"])
-    raw.load_state_dict(saved["model"])
     assert last["isometry_drift"] == pytest.approx(train_lm.isometry_drift(raw), rel=1e-6) and train_lm.isometry_drift(raw) != train_lm.isometry_drift(model)
     assert abs(reference_loss(raw, tokens, windows) - last["val_loss"]) > 1e-3       # the raw weights are other ones
 
@@ -657,3 +658,16 @@ def test_a_checkpoint_keeps_its_constants(tmp_path, capsys):
                         (["--alpha-min", ".6"], ["--alpha-min 0.5", "--alpha-min 0.6"])):
         said = sentence(capsys, command(tmp_path / "run", *flags, *more))
         assert all(w in said for w in words) and "--fresh" in said, said
+
+
+@pytest.mark.parametrize("foreign", [dict(train_images=5), dict()])
+def test_another_scripts_checkpoint_is_refused_by_name(tmp_path, capsys, foreign):
+    """Not by the first flag that differs, and never with a KeyError."""
+    runtime.save_checkpoint(tmp_path / "ckpt.pt", dict(model={}, optimizer={}, step=1, best=0.0, rng=torch.get_rng_state(), args=foreign))
+    said = sentence(capsys, command(tmp_path))
+    assert "ckpt.pt was written by another train script" in said and contents(tmp_path).keys() == {"ckpt.pt"}
+
+
+def test_a_context_longer_than_the_text_is_said_before_a_model_is_built(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_lm, "build_model", None)
+    assert "--block-size 100000000 needs" in sentence(capsys, command(tmp_path / "out", "--block-size", "100000000"))
