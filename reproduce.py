@@ -273,13 +273,15 @@ def show_in_readme(name, text):
 
 
 def lm_figure(claim, results, seeds, path):
-    """Left: excess kurtosis of the blocks' outputs over depth. Right: what each activation width costs. Means over seeds; residual nets grey."""
+    """Left: excess kurtosis of the blocks' outputs over depth. Right: what each activation width costs. Means over seeds; residual nets grey.
+
+    Cells that learned nothing are left out: a net that ignores its input loses nothing by rounding."""
     plt = runtime.pyplot()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
     bits, greys = (12, 8, 6, 4), iter([".2", ".4", ".6", ".8"])
     for cell in claim["cells"]:
         runs = [r["quantized"] for s in range(seeds) if "quantized" in (r := results.data["runs"].get(final_key(cell, s), {}))]
-        if runs:
+        if runs and statistics.mean(r["loss"]["float32"] for r in runs) < -METRICS["train_lm.py"]["useless"]:
             style = dict(color=next(greys, ".8"), ls="--") if cell["name"].startswith("residual,") else {}
             mean = [statistics.mean(v) for v in zip(*(r["kurtosis"] for r in runs))]
             left.plot(range(1, len(mean) + 1), mean, "o", ms=3, label=cell["name"], **{"ls": "-", **style})
@@ -287,7 +289,7 @@ def lm_figure(claim, results, seeds, path):
             right.plot([f"A{b}" for b in bits], cost, "o", ms=3, **{"ls": "-", **style})
     left.set(xlabel="block", ylabel="excess kurtosis of its output", yscale="symlog")
     right.set(xlabel="bits of the activations (weights 8)", ylabel="loss added, nats per token", yscale="log")
-    left.legend(frameon=False, fontsize=7)
+    fig.legend(loc="outside right center", frameon=False, fontsize=8)
     for axis in (left, right):
         axis.grid(alpha=.3)
     fig.savefig(path, dpi=130)
