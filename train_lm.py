@@ -334,7 +334,7 @@ def main(argv=None):
     if val_loss is None:                                         # resumed at its end: nothing was left to train
         val_loss, _ = evaluate(ema or raw, corpus.val, args, world, dtype)
     if world.main:
-        runtime.plot_curve(args.out, f"LM {args.embed_dim} x {args.depth}, {args.shortcut}, init {args.init}, {args.opt}", "kurtosis_max", "largest excess kurtosis of a block's output", 2)
+        runtime.plot_curve(args.out, f"LM {args.embed_dim} x {args.depth}, {args.shortcut}, init {args.init}, {args.opt}", "kurtosis_max", "largest excess kurtosis", 2)
     log.say(f"{args.out}: ckpt.pt, log.jsonl, args.json, curve.png; best val loss {best:.4f}")
     log.say(f"val loss {val_loss:.4f}")
 
