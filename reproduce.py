@@ -105,8 +105,7 @@ CLAIMS["lm-gap"] = dict(
         ("the rule: alpha_qk 4.1", "--init auto"), ("alpha_qk 2", "--alpha-qk 2"), ("alpha_qk 7", "--alpha-qk 7"),
         ("all of GELU's mean off", "--init auto --center 1"),
         ("looks-linear MLP", "--alpha-qk 4.1 --mlp-init looks-linear"), ("MLP gain: alpha_u .3", "--alpha-qk 4.1 --alpha-u 0.3"),
-        ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"),
-        ("weight decay .1", "--init auto --weight-decay 0.1"), ("warm-up 100", "--init auto --warmup 100"), ("embedding lr 1e-2", "--init auto --embed-lr 1e-2"))])
+        ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"))])
 
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
