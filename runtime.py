@@ -377,7 +377,7 @@ def run(main):
         main()
     except BadInput as error:
         if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(15)                                       # a fault that all meet is said by rank 0, and torchrun then ends the others in time
+            time.sleep(8)                                        # a fault that all meet is said by rank 0, and torchrun then ends the others in time
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
