@@ -4,6 +4,7 @@
     x = a * x + mlp(norm2(x))           skipless: a = 0, the addition is not computed at all
                                         decayed:  a falls from 1 to alpha_min over the 2L sub-layers
 
+ViT (supervised), LM (decoder), MAE (masked autoencoder), SiT and UViT (flow matching) are built of it.
 Names follow timm, so a residual ViT loads into timm's and back. Shapes: B images or texts, N tokens, D channels, H heads, d = D / H.
 """
 import math
@@ -30,13 +31,13 @@ class Attention(nn.Module):
     temperature: tau_l of paper 2, beta ** -l at layer l; 1 is the usual attention. causal: token i sees tokens 0..i only.
     """
 
-    def __init__(self, dim, num_heads, bias=True, temperature=1.0, causal=False):
+    def __init__(self, dim, num_heads, bias=True, temperature=1.0, causal=False, qkv_bias=None):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"embed_dim {dim} is not divisible by num_heads {num_heads}: change one of them")
         self.num_heads, self.head_dim, self.causal = num_heads, dim // num_heads, causal
         self.scale = temperature * self.head_dim ** -0.5
-        self.qkv = nn.Linear(dim, 3 * dim, bias=bias)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=bias if qkv_bias is None else qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def heads(self, x, rope=None):
@@ -85,38 +86,74 @@ def rotate(x, cos, sin):
 
 
 class MLP(nn.Module):
-    """fc2(gelu(fc1(x)) - shift), exact (erf) GELU, hidden width mlp_ratio * dim.
+    """fc2(gelu(fc1(x)) - shift), hidden width mlp_ratio * dim. gelu: "none" is the exact (erf) one, "tanh" its approximation.
 
     shift: a constant off the activation, for nets without biases (a bias of fc2 could do the same); 0 is the usual MLP.
     """
 
-    def __init__(self, dim, hidden, bias=True, shift=0.0):
+    def __init__(self, dim, hidden, bias=True, shift=0.0, gelu="none"):
         super().__init__()
         if hidden < 1:
             raise ValueError(f"an MLP of width {dim} has no hidden unit at this mlp_ratio: raise it")
-        self.shift = shift
+        self.shift, self.gelu = shift, gelu
         self.fc1 = nn.Linear(dim, hidden, bias=bias)
         self.fc2 = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x):
-        x = F.gelu(self.fc1(x))
+        x = F.gelu(self.fc1(x), approximate=self.gelu)
         return self.fc2(x - self.shift if self.shift else x)
 
 
-def shortcut_weights(shortcut, depth, alpha_min=1.0):
+SCHEDULES = ("linear", "per-layer", "cosine")
+
+
+def shortcut_weights(shortcut, depth, alpha_min=1.0, schedule="linear", decay_on="both"):
     """The weight a of the shortcut in each of the 2 * depth sub-layers (attention, MLP, attention, ...).
 
-    decayed: a = 1 - linspace(0, 1, 2 depth) (1 - alpha_min), as in paper 3's code: exactly 1 at the first attention, alpha_min at the last MLP.
+    decayed (paper 3), from 1 at the first attention to alpha_min at the last MLP, t = linspace(0, 1, 2 depth):
+        linear      a = 1 - t (1 - alpha_min), as in the paper's code
+        cosine      a = alpha_min + (1 - alpha_min) (1 + cos(pi t)) / 2
+        per-layer   the paper's formula, read with a block as its layer: a_l = 1 - (1 - alpha_min) l / depth for l = 1 .. depth on the
+                    attention's shortcut and 1 on the MLP's, so that the block is a_l x + f_l(x)
+    decay_on: "both" kinds of sub-layers, only "attn" or only "mlp"; the others keep 1. Raises ValueError for what has no effect or is unknown.
     """
     if shortcut not in ("residual", "skipless", "decayed"):
         raise ValueError(f"shortcut {shortcut!r} is unknown: use residual, skipless or decayed")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is unknown: use {', '.join(SCHEDULES)}")
+    if decay_on not in ("both", "attn", "mlp"):
+        raise ValueError(f"decay_on {decay_on!r} is unknown: use both, attn or mlp")
     if not 0 <= alpha_min <= 1:
         raise ValueError(f"alpha_min {alpha_min} must lie between 0 and 1")
-    if shortcut != "decayed" and alpha_min != 1:
-        raise ValueError(f"alpha_min {alpha_min} has no effect on a {shortcut} shortcut: use shortcut decayed")
-    if shortcut == "decayed":
-        return [1 - i / (2 * depth - 1) * (1 - alpha_min) for i in range(2 * depth)]
-    return [{"residual": 1.0, "skipless": 0.0}[shortcut]] * (2 * depth)
+    if shortcut != "decayed":
+        if alpha_min != 1:
+            raise ValueError(f"alpha_min {alpha_min} has no effect on a {shortcut} shortcut: use shortcut decayed")
+        return [{"residual": 1.0, "skipless": 0.0}[shortcut]] * (2 * depth)
+    if schedule == "per-layer":
+        if decay_on != "both":
+            raise ValueError(f"the per-layer schedule weighs the block as a whole, so decay_on {decay_on!r} has no meaning: use both")
+        return [a for l in range(1, depth + 1) for a in (1 - (1 - alpha_min) * l / depth, 1.0)]
+    fall = [i / (2 * depth - 1) for i in range(2 * depth)]
+    if schedule == "cosine":
+        fall = [(1 - math.cos(math.pi * t)) / 2 for t in fall]
+    kept = {"both": (0, 1), "attn": (0,), "mlp": (1,)}[decay_on]
+    return [1 - t * (1 - alpha_min) if i % 2 in kept else 1.0 for i, t in enumerate(fall)]
+
+
+def alpha_min_for(alpha_eff, depth, schedule="linear", decay_on="both"):
+    """The alpha_min whose alpha_eff = product of all shortcut weights, the share of x_0 in the last block's output, is the one wanted.
+
+    Paper 3 finds the useful range to be [1e-3, 1e-2) at every depth, so a deeper net takes a larger alpha_min. Raises ValueError where
+    no alpha_min gives it."""
+    def product(alpha_min):
+        return math.prod(shortcut_weights("decayed", depth, alpha_min, schedule, decay_on))
+    if not product(0.0) <= alpha_eff <= 1:
+        raise ValueError(f"alpha_eff {alpha_eff} is out of reach: it must lie between {product(0.0):g} and 1")
+    low, high = 0.0, 1.0
+    for _ in range(60):                                          # the product grows with alpha_min, so halve the interval down to rounding
+        middle = (low + high) / 2
+        low, high = (middle, high) if product(middle) < alpha_eff else (low, middle)
+    return high
 
 
 def check_drop_path(rate, alphas):
@@ -130,26 +167,31 @@ def check_drop_path(rate, alphas):
 class Block(nn.Module):
     """Pre-norm transformer block. alphas = (a of the attention, a of the MLP); see the top of this file.
 
+    gain: a factor on both branches, for paper 3's ablation: gain * f(x). learn_alphas: the two a are parameters that start at `alphas`.
     drop_path is refused where a = 0: dropping a branch that is the whole signal wipes the sample out.
     """
 
     def __init__(self, dim, num_heads, mlp_ratio=4.0, alphas=(1.0, 1.0), temperature=1.0, drop_path=0.0, norm=nn.LayerNorm, eps=1e-6, bias=True,
-                 causal=False, shift=0.0):
+                 causal=False, shift=0.0, gain=1.0, learn_alphas=False, qkv_bias=None, gelu="none"):
         super().__init__()
         check_drop_path(drop_path, alphas)
-        self.alphas, self.drop_path = alphas, drop_path
+        self.drop_path, self.gain = drop_path, gain
+        self.alphas = nn.ParameterList(nn.Parameter(torch.tensor(float(a))) for a in alphas) if learn_alphas else alphas
         self.norm1 = norm(dim, eps=eps)
-        self.attn = Attention(dim, num_heads, bias, temperature, causal)
+        self.attn = Attention(dim, num_heads, bias, temperature, causal, qkv_bias)
         self.norm2 = norm(dim, eps=eps)
-        self.mlp = MLP(dim, int(dim * mlp_ratio), bias, shift)
+        self.mlp = MLP(dim, int(dim * mlp_ratio), bias, shift, gelu)
 
     def join(self, alpha, x, branch):
-        """alpha * x + branch, without computing what does not matter."""
-        if alpha == 0:
+        """alpha * x + gain * branch, without computing what does not matter."""
+        fixed = isinstance(alpha, (int, float))
+        if self.gain != 1:
+            branch = self.gain * branch
+        if fixed and alpha == 0:
             return branch
         if self.drop_path:
             branch = stochastic_depth(branch, self.drop_path, "row", self.training)
-        return x + branch if alpha == 1 else alpha * x + branch
+        return x + branch if fixed and alpha == 1 else alpha * x + branch
 
     def forward(self, x, rope=None, cache=None):
         x = self.join(self.alphas[0], x, self.attn(self.norm1(x), rope, cache))
@@ -192,6 +234,7 @@ class ViT(nn.Module):
     num_classes = 0 makes the head the identity. Images of another size are allowed: the position embedding is interpolated.
     Raises ValueError for an image size that the patches do not tile, and for drop path without shortcut.
     """
+    prefix_tokens = 1                                            # tokens before the patches: the class token
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000, embed_dim=768, depth=12, num_heads=12, mlp_ratio=4.0,
                  shortcut="residual", alpha_min=1.0, temperature_beta=1.0, drop_path=0.0, pool="token"):
@@ -219,6 +262,14 @@ class ViT(nn.Module):
         x = self.patch_embed(x)
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
         return x + resize_pos_embed(self.pos_embed, self.grid, grid)
+
+    def layers(self, x):
+        """Yields the tokens (B, 1 + N, D) of images after the embedding and after each block, the final norm left out: what `probe.py` looks at."""
+        x = self.embed(x)
+        yield x
+        for block in self.blocks:
+            x = block(x)
+            yield x
 
     def forward_features(self, x):
         """Images -> tokens (B, 1 + N, D) after the last block and the final norm."""
