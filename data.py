@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 from runtime import BadInput, mix_seed
 
 ROOT = Path(__file__).resolve().parent / "data"        # not the working directory: scripts may be started from anywhere
-NAMES = ("mnist5k", "digits8x8", "emoji", "cifar10", "cifar100")
+NAMES = ("mnist5k", "digits8x8", "emoji", "emoji-subgroups", "emoji-artists", "cifar10", "cifar100")
 LAYOUT = "lay images out as train/<class>/*.jpg and val/<class>/*.jpg"
 
 
@@ -68,7 +68,8 @@ def load_images(name_or_path, holdout=0.0, seed=0):
     name = str(name_or_path)
     if not 0 <= holdout < 1:
         raise BadInput(f"--holdout {holdout} must be at least 0 and below 1: it is a fraction of the training images")
-    embedded = {"mnist5k": mnist5k, "digits8x8": digits8x8, "emoji": emoji}
+    embedded = {"mnist5k": mnist5k, "digits8x8": digits8x8, "emoji": emoji, "emoji-artists": emoji_artists,
+                "emoji-subgroups": lambda: emoji("subgroup")}
     if name in embedded:
         train, val, classes = embedded[name]()
     elif name in ("cifar10", "cifar100"):
@@ -78,9 +79,9 @@ def load_images(name_or_path, holdout=0.0, seed=0):
     else:
         raise BadInput(f"--data '{name}' is neither a folder nor one of {', '.join(NAMES)}: check the spelling or the path")
     if holdout:
-        rest, held = split_by_class(train.labels, holdout, seed, copies=2 if name == "emoji" else 1)
+        rest, held = split_by_class(train.labels, holdout, seed, copies=2 if name in ("emoji", "emoji-subgroups") else 1)
         if not len(held):
-            raise BadInput(f"--holdout {holdout} of {len(train)} images leaves none to validate on: raise it")
+            raise BadInput(f"--holdout {holdout} of {len(train)} images leaves none to validate on: raise it or leave it out")
         train, val = train.take(rest), train.take(held)
     mean, std = pixel_statistics(train)
     in_chans, size = (train.images.shape[1], train.images.shape[-1]) if train.in_memory else (3, None)
@@ -103,11 +104,8 @@ def digits8x8():
     return whole.take(train), whole.take(val), [str(d) for d in range(10)]
 
 
-def emoji():
-    """1,374 concepts, each drawn by two artists, in 7 groups. Validation is every fifth *concept* of a group, by both artists.
-
-    A concept's two drawings are neighbours in the order, so that `copies=2` keeps them on the same side of every split.
-    """
+def emoji_sheets():
+    """(drawings, info) of 1,374 concepts. drawings: uint8 (1374, 2, 3, 32, 32), Noto's and Fluent's, on white; info: its lists names, group, subgroup."""
     twins = ("family", "cat")                           # one artist draws them exactly as man-man-boy and smiley_cat: left out
     sheets = []
     for artist in ("noto", "fluent3d"):
@@ -117,12 +115,31 @@ def emoji():
         tile, cols = info["tile"], info["cols"]
         tiles = sheet.unflatten(1, (-1, tile)).unflatten(3, (cols, tile))             # (3, row, y, col, x)
         sheets.append(tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)[:info["n"]])         # (n, 3, y, x)
-    classes = list(dict.fromkeys(info["group"]))
     keep = [i for i, name in enumerate(info["names"]) if name not in twins]
-    labels = torch.tensor([classes.index(info["group"][i]) for i in keep])
-    whole = Images(torch.stack(sheets, 1)[keep].flatten(0, 1), labels.repeat_interleave(2))
-    train, val = split_by_class(whole.labels, 0.2, copies=2)
-    return whole.take(train), whole.take(val), classes
+    return torch.stack(sheets, 1)[keep], {key: [info[key][i] for i in keep] for key in ("names", "group", "subgroup")}
+
+
+def emoji(label="group"):
+    """1,374 concepts, each drawn by two artists, in 7 groups. Validation is every fifth *concept* of a group, by both artists.
+
+    A concept's two drawings are neighbours in the order, so that `copies=2` keeps them on the same side of every split.
+    label: "group" or the finer "subgroup", which leaves the images of both parts as they are.
+    """
+    drawings, info = emoji_sheets()
+    index = {kind: torch.tensor([list(dict.fromkeys(info[kind])).index(name) for name in info[kind]]).repeat_interleave(2) for kind in ("group", label)}
+    whole = Images(drawings.flatten(0, 1), index[label])
+    train, val = split_by_class(index["group"], 0.2, copies=2)
+    return whole.take(train), whole.take(val), list(dict.fromkeys(info[label]))
+
+
+def emoji_artists():
+    """The same concept across artists: train is all of Noto's drawings, validation all of Fluent's, the label is the concept (1,374 classes).
+
+    Made for probing: with one training image a class, k-NN at k = 1 asks whether the nearest drawing in another hand means the same.
+    """
+    drawings, info = emoji_sheets()
+    concepts = torch.arange(len(drawings))
+    return Images(drawings[:, 0].contiguous(), concepts), Images(drawings[:, 1].contiguous(), concepts), info["names"]
 
 
 def cifar(name):
@@ -234,6 +251,7 @@ AUGMENT = {
     "none": dict(crop_scale=None, ratio=None, flip=False, randaugment=None, erase=0.0),
     "light": dict(crop_scale=(0.6, 1.0), ratio=(0.9, 1.1), flip=True, randaugment=None, erase=0.0),
     "strong": dict(crop_scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), flip=True, randaugment=(2, 9), erase=0.25),     # DeiT
+    "mae": dict(crop_scale=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=True, randaugment=None, erase=0.0),
 }
 BICUBIC = dict(interpolation=v2.InterpolationMode.BICUBIC, antialias=True)
 

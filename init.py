@@ -117,6 +117,61 @@ def init_lm(model):
 
 
 @torch.no_grad()
+def init_mae(model, zero_init):
+    """The masked autoencoder's initialisation: Linear weights Xavier uniform, the patch convolution too (as a matrix), biases 0, class and mask
+    tokens normal of std 0.02, norms 1 and 0.
+
+    zero_init (paper 3): zero weights in the last layer of every branch of encoder and decoder, of the skips and of the pixel head, so that a block
+    starts as its shortcut alone; where the shortcut decays the net would else grow its features to make up for it. Not in a skipless encoder."""
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.xavier_uniform_(m.weight)
+            zero_(m.bias)
+    nn.init.xavier_uniform_(model.patch_embed.proj.weight.flatten(1))
+    zero_(model.patch_embed.proj.bias)
+    for name, p in model.named_parameters():
+        if name.endswith("token"):
+            nn.init.normal_(p, std=0.02)
+    if zero_init:
+        branches = [*(model.blocks if model.shortcut != "skipless" else ()), *model.decoder_blocks]
+        for m in [m for block in branches for m in (block.attn.proj, block.mlp.fc2)] + [skip.fc2 for skip in model.skips] + [model.decoder_pred]:
+            zero_(m.weight)
+
+
+@torch.no_grad()
+def init_sit(model):
+    """DiT's initialisation: Linear weights and the patch convolution (as a matrix) Xavier uniform, biases 0, time MLP and label table normal of std 0.02,
+    and zeros where the condition sets gate, shift and scale and in the head ("adaLN-Zero"): every block starts as its shortcut, the velocity as 0."""
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.xavier_uniform_(m.weight)
+            zero_(m.bias)
+    nn.init.xavier_uniform_(model.patch_embed.proj.weight.flatten(1))
+    zero_(model.patch_embed.proj.bias)
+    for m in (model.time_embed[0], model.time_embed[2], model.label_embed):
+        nn.init.normal_(m.weight, std=0.02)
+    for m in [block.modulation[1] for block in model.blocks] + [model.modulation[1], model.head]:
+        zero_(m.weight)
+
+
+@torch.no_grad()
+def init_uvit(model, zero_init):
+    """U-ViT's initialisation: Linear weights and positions truncated normal of std 0.02, biases 0, norms 1 and 0, the rest torch's own.
+
+    zero_init (paper 3): zero weights in attn.proj and mlp.fc2, so that a block starts as its shortcut alone."""
+    nn.init.trunc_normal_(model.pos_embed, std=0.02)
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.trunc_normal_(m.weight, std=0.02)
+            if m.bias is not None:
+                zero_(m.bias)
+    if zero_init:
+        for block in model.blocks:
+            zero_(block.attn.proj.weight)
+            zero_(block.mlp.fc2.weight)
+
+
+@torch.no_grad()
 def init_residual_free_lm(model, alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp="suo"):
     """Paper 2's initialisation of a decoder without residuals; the defaults are its constants. Changes the blocks only.
 

@@ -8,13 +8,14 @@ ViT (supervised), LM (decoder), MAE (masked autoencoder), SiT and UViT (flow mat
 Names follow timm, so a residual ViT loads into timm's and back. Shapes: B images or texts, N tokens, D channels, H heads, d = D / H.
 """
 import math
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torchvision.ops import stochastic_depth
 
-from init import init_lm, init_vit
+from init import init_lm, init_mae, init_sit, init_uvit, init_vit
 
 SIZES = {                                                        # parameters at 224 px, patch 16, 1000 classes
     "nano": dict(embed_dim=96, depth=12, num_heads=3),           # 1.5 M
@@ -347,3 +348,384 @@ class LM(nn.Module):
                 new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, new], dim=1)
         return tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# generative representation learning (paper 3)
+
+def sincos_pos_embed(dim, rows, cols):
+    """Fixed 2-D position embedding (rows * cols, D): the first half of the channels encodes the column, the second the row (MAE's order).
+
+    Each half is [sin(p w_i), cos(p w_i)], w_i = 10000 ** (-i / (D / 4)), i = 0 .. D/4 - 1. Raises ValueError where D is no multiple of 4."""
+    if dim % 4:
+        raise ValueError(f"a 2-D sin-cos position embedding needs a width that 4 divides, not {dim}: change it")
+    omega = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    angles = [p.flatten()[:, None] * omega for p in (col, row)]
+    return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1).float()
+
+
+def patchify(x, patch_size):
+    """Images (B, C, Y, X) -> patches (B, N, p * p * C), row by row, channels last within a patch (MAE's pixel order)."""
+    B, C, Y, X = x.shape
+    p = patch_size
+    return x.reshape(B, C, Y // p, p, X // p, p).permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * p * C)
+
+
+def unpatchify(patches, patch_size, rows, cols):
+    """The inverse of `patchify`: (B, rows * cols, p * p * C) -> (B, C, rows * p, cols * p)."""
+    p = patch_size
+    x = patches.unflatten(2, (p, p, -1)).unflatten(1, (rows, cols))                  # (B, rows, cols, p, p, C)
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+
+def random_masking(noise, mask_ratio):
+    """noise (B, N), uniform -> (kept (B, n) patch indices, mask (B, N): 1 where removed, restore (B, N)), n = int(N (1 - mask_ratio)).
+
+    The n smallest of each row are kept. `restore` undoes the shuffle: cat([kept tokens, others]).gather(1, restore) is in image order.
+    Raises ValueError where nothing is kept or nothing removed."""
+    N = noise.shape[1]
+    n = int(N * (1 - mask_ratio))
+    if not 0 < n < N:
+        raise ValueError(f"mask ratio {mask_ratio} keeps {n} of {N} patches: some must be kept and some removed, so change it or the patch size")
+    shuffle = noise.argsort(dim=1)
+    restore = shuffle.argsort(dim=1)
+    return shuffle[:, :n], (restore >= n).to(noise.dtype), restore
+
+
+def unshuffle(tokens, mask_token, restore):
+    """Kept tokens (B, n, D), filled up with the mask token (1, 1, D) and brought into image order: (B, N, D)."""
+    filler = mask_token.expand(len(tokens), restore.shape[1] - tokens.shape[1], -1)
+    return torch.cat([tokens, filler], dim=1).gather(1, restore[:, :, None].expand(-1, -1, tokens.shape[2]))
+
+
+class LongSkip(nn.Module):
+    """Encoder tokens into a decoder block (paper 3): unshuffled with a mask token of their own, concatenated, x + fc2(silu(fc1([skip, x]))), fc2 of zeros."""
+
+    def __init__(self, encoder_dim, decoder_dim):
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, encoder_dim))
+        self.fc1 = nn.Linear(encoder_dim + decoder_dim, decoder_dim)
+        self.fc2 = nn.Linear(decoder_dim, decoder_dim)
+
+    def forward(self, x, skip, restore):
+        """x (B, 1 + N, decoder_dim), skip (B, 1 + n, encoder_dim), class tokens first -> (B, 1 + N, decoder_dim)."""
+        skip = torch.cat([skip[:, :1], unshuffle(skip[:, 1:], self.mask_token, restore)], dim=1)
+        return x + self.fc2(F.silu(self.fc1(torch.cat([skip, x], dim=2))))
+
+
+class MAE(nn.Module):
+    """Masked autoencoder (He et al. 2022) whose encoder's shortcuts decay (paper 3): x <- a x + f(x), a falling to alpha_min over 2 * depth sub-layers.
+
+    long_skips: every second encoder block feeds one decoder block, the last first (`LongSkip`); the decoder then starts from its own class token
+    and positions, and all that it knows of the image comes through the skips. Without them: the usual decoder of embedded latents and mask tokens.
+    zero_init: the last weight of every branch, skip and of the pixel head starts at zero, so at step 0 a block is its shortcut alone.
+    encoder_norm: final LayerNorm of the encoder; None means only without long skips, as in the published nets.
+    shortcut, schedule, decay_on: see `shortcut_weights`; learn_alphas makes the weights parameters that start there. A skipless encoder's branches
+    never start at zero; give it an init with `init.init_skipless_vit`.
+    scaling: "both" is x <- sqrt(.5) (x + f(x)), "branch" is x + sqrt(.5) f(x) (ablations of paper 3); "none" the rule above. Decoder blocks are residual.
+    MAE(alpha_min=1, long_skips=False, zero_init=False) is the original. norm_pix_loss: targets are normalised per patch.
+    Raises ValueError for sizes that do not fit.
+    """
+    prefix_tokens = 1
+
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, embed_dim=768, depth=12, num_heads=12, decoder_dim=512, decoder_depth=8, decoder_heads=16,
+                 alpha_min=1.0, long_skips=True, zero_init=True, mlp_ratio=4.0, shortcut="decayed", schedule="linear", decay_on="both", learn_alphas=False,
+                 scaling="none", encoder_norm=None, norm_pix_loss=True):
+        super().__init__()
+        if long_skips and (depth % 2 or decoder_depth < depth // 2):
+            raise ValueError(f"long skips pair every second of {depth} encoder blocks with one of {decoder_depth} decoder blocks: "
+                             f"make depth even and decoder_depth at least half of it, or leave the skips out")
+        if scaling not in ("none", "both", "branch"):
+            raise ValueError(f"scaling {scaling!r} is unknown: use none, both or branch")
+        alphas = shortcut_weights(shortcut, depth, alpha_min, schedule, decay_on)
+        if scaling != "none" and set(alphas) != {1.0}:
+            raise ValueError(f"scaling {scaling!r} is an ablation of the plain shortcut: use shortcut residual, or alpha_min 1")
+        if learn_alphas and (shortcut == "skipless" or scaling != "none"):
+            raise ValueError("only the weights of a shortcut that is there, and not scaled, can be learned: leave learn_alphas out")
+        if scaling == "both":
+            alphas = [math.sqrt(.5)] * len(alphas)
+        gain = 1.0 if scaling == "none" else math.sqrt(.5)
+        self.grid, self.patch_size, self.shortcut, self.norm_pix_loss = check_patches(img_size, img_size, patch_size), patch_size, shortcut, norm_pix_loss
+        # encoder
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.register_buffer("pos_embed", F.pad(sincos_pos_embed(embed_dim, *self.grid), (0, 0, 1, 0))[None])         # zeros for the class token
+        self.blocks = nn.Sequential(*[Block(embed_dim, num_heads, mlp_ratio, alphas=tuple(alphas[2 * l:2 * l + 2]), gain=gain, learn_alphas=learn_alphas)
+                                      for l in range(depth)])
+        keep_norm = encoder_norm if encoder_norm is not None else not long_skips
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6) if keep_norm else nn.Identity()
+        # decoder
+        self.register_buffer("decoder_pos_embed", F.pad(sincos_pos_embed(decoder_dim, *self.grid), (0, 0, 1, 0))[None])
+        self.skips = nn.ModuleList(LongSkip(embed_dim, decoder_dim) for _ in range(depth // 2 if long_skips else 0))
+        self.decoder_embed = nn.Linear(decoder_dim if long_skips else embed_dim, decoder_dim)
+        if long_skips:
+            self.decoder_cls_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
+        else:
+            self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
+        self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads, mlp_ratio) for _ in range(decoder_depth))
+        self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
+        self.decoder_pred = nn.Linear(decoder_dim, patch_size ** 2 * in_chans)
+        init_mae(self, zero_init)
+
+    @property
+    def alpha_eff(self):
+        """Product of the encoder's shortcut weights: the share of the embedding that reaches the last block unchanged (0 without shortcuts)."""
+        return math.prod(float(a) for block in self.blocks for a in block.alphas)
+
+    def embed(self, x, kept=None):
+        """Images (B, C, Y, X) -> tokens (B, 1 + N, D), class token first; with kept (B, n) only those patches."""
+        grid = check_patches(*x.shape[-2:], self.patch_size)
+        pos = resize_pos_embed(self.pos_embed, self.grid, grid)
+        x = self.patch_embed(x) + pos[:, 1:]
+        if kept is not None:
+            x = x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
+        return torch.cat([(self.cls_token + pos[:, :1]).expand(len(x), -1, -1), x], dim=1)
+
+    def layers(self, x, kept=None):
+        """Yields the tokens (B, 1 + N, D) of images after the embedding and after each block, the final norm left out; all patches unless `kept` (B, n)."""
+        x = self.embed(x, kept)
+        yield x
+        for block in self.blocks:
+            x = block(x)
+            yield x
+
+    def forward_features(self, x):
+        """Images -> tokens (B, 1 + N, D) of the whole image after the last block and the final norm, where there is one."""
+        return self.norm(self.blocks(self.embed(x)))
+
+    def decode(self, states, restore):
+        """Encoder tokens of the kept patches after the embedding and each block (a list), restore (B, N) -> predicted patches (B, N, p * p * C)."""
+        if self.skips:
+            x = torch.cat([self.decoder_cls_token, self.decoder_pos_embed[:, 1:]], dim=1)
+            x = self.decoder_embed(x).expand(len(restore), -1, -1)
+        else:
+            x = self.decoder_embed(self.norm(states[-1]))
+            x = torch.cat([x[:, :1], unshuffle(x[:, 1:], self.mask_token, restore)], dim=1) + self.decoder_pos_embed
+        sources = states[::-2]                                   # after the last block, the last but two, ...: one per skip, then none
+        for i, block in enumerate(self.decoder_blocks):
+            if i < len(self.skips):
+                x = self.skips[i](x, sources[i], restore)
+            x = block(x)
+        return self.decoder_pred(self.decoder_norm(x))[:, 1:]
+
+    def patch_statistics(self, target):
+        """(mean, std) of each target patch (B, N, p * p * C), each (B, N, 1): unbiased variance, eps 1e-6; (0, 1) without norm_pix_loss."""
+        if not self.norm_pix_loss:
+            return torch.zeros_like(target[..., :1]), torch.ones_like(target[..., :1])
+        return target.mean(-1, keepdim=True), (target.var(-1, keepdim=True) + 1e-6).sqrt()
+
+    def forward(self, x, mask_ratio=0.75, noise=None):
+        """Images (B, C, Y, X) -> (loss, prediction (B, N, p * p * C), mask (B, N), 1 where a patch was removed).
+
+        loss: squared error of the (normalised) pixels, mean over the pixels of the removed patches only. noise (B, N) uniform decides which
+        are removed (`random_masking`); None draws it. Raises ValueError for a mask ratio that keeps or removes nothing."""
+        if noise is None:
+            noise = torch.rand(len(x), math.prod(check_patches(*x.shape[-2:], self.patch_size)), device=x.device)
+        kept, mask, restore = random_masking(noise, mask_ratio)
+        prediction = self.decode(list(self.layers(x, kept)), restore)
+        target = patchify(x, self.patch_size)
+        mean, std = self.patch_statistics(target)
+        error = (prediction.float() - (target - mean) / std).square().mean(-1)       # float32: half precision overflows late in long runs
+        return (error * mask).sum() / mask.sum(), prediction, mask
+
+    @torch.no_grad()
+    def reconstruct(self, x, mask_ratio=0.75, noise=None):
+        """Images -> (masked, reconstruction), each (B, C, Y, X): the removed patches grey (0), or as predicted, brought back to pixels
+        with the true mean and std of each patch, which the net does not predict; kept patches as they are."""
+        _, prediction, mask = self(x, mask_ratio, noise)
+        target, mask = patchify(x, self.patch_size), mask[:, :, None]
+        mean, std = self.patch_statistics(target)
+        grid = check_patches(*x.shape[-2:], self.patch_size)
+        return [unpatchify(target * (1 - mask) + fill * mask, self.patch_size, *grid) for fill in (torch.zeros_like(target), prediction.float() * std + mean)]
+
+
+SIT_SIZES = {                                                    # parameters with latents 4 x 32 x 32, patch 2, 1000 classes
+    "nano": dict(embed_dim=128, depth=8, num_heads=4),           # 2.6 M
+    "S": dict(embed_dim=384, depth=12, num_heads=6),             # 33 M
+    "B": dict(embed_dim=768, depth=12, num_heads=12),            # 130 M
+    "L": dict(embed_dim=1024, depth=24, num_heads=16),           # 458 M
+    "XL": dict(embed_dim=1152, depth=28, num_heads=16),          # 675 M
+}
+UVIT_SIZES = {
+    "nano": dict(embed_dim=128, depth=8, num_heads=4),           # 1.9 M
+    "S": dict(embed_dim=512, depth=12, num_heads=8),             # 45 M
+    "M": dict(embed_dim=768, depth=16, num_heads=12),            # 131 M
+    "L": dict(embed_dim=1024, depth=20, num_heads=16),           # 287 M
+    "H": dict(embed_dim=1152, depth=28, num_heads=16),           # 501 M
+}
+
+
+def timestep_features(t, dim):
+    """t (B,) -> (B, dim): cos(t w_i), sin(t w_i), w_i = 10000 ** (-i / (dim / 2)), i = 0 .. dim/2 - 1, in float32 whatever the model's type."""
+    omega = torch.exp(-math.log(10000.0) / (dim // 2) * torch.arange(dim // 2, device=t.device, dtype=torch.float32))
+    angle = t.float()[:, None] * omega
+    return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
+def modulate(x, shift, scale):
+    """x (B, N, D) scaled and shifted per sample; shift, scale (B, D), and 0 changes nothing."""
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+class SiTBlock(Block):
+    """DiT's adaLN-Zero block with a weight on its shortcut: x <- a x + gate(c) * f(norm(x) modulated by c), f attention, then MLP.
+
+    gate, shift and scale are a linear function of the condition c (B, D) that starts at zero, so at step 0 a block is its shortcut alone.
+    skip: a Linear through which the mirrored encoder block's tokens are added to x before the block.
+    """
+
+    def __init__(self, dim, num_heads, mlp_ratio, alphas, skip=False):
+        super().__init__(dim, num_heads, mlp_ratio, alphas, norm=partial(nn.LayerNorm, elementwise_affine=False), gelu="tanh")
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.skip = nn.Linear(dim, dim) if skip else None
+
+    def forward(self, x, c, skip=None):
+        if self.skip is not None:
+            x = x + self.skip(skip)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=1)
+        x = self.join(self.alphas[0], x, gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1)))
+        return self.join(self.alphas[1], x, gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2)))
+
+
+class FlowNet(nn.Module):
+    """What SiT and UViT share: (x_t (B, C, Y, X), t (B,) in [0, 1], y (B,) int64) -> velocity (B, C, Y, X).
+
+    y = num_classes is the null class, "no label", that guidance needs; drop (B,) bool makes the labels of those samples null. Which to drop the train
+    loop decides, with probability `label_dropout`: nothing is random in here.
+    """
+
+    @property
+    def alpha_eff(self):
+        """Product of all shortcut weights: the share of the embedding that reaches the last block unchanged."""
+        return math.prod(a for block in self.blocks for a in block.alphas)
+
+    def labels(self, y, drop):
+        return y if drop is None else torch.where(drop, self.num_classes, y)
+
+    def check_size(self, x):
+        if x.shape[-2:] != (self.input_size, self.input_size):
+            raise ValueError(f"the model was built for {self.input_size} x {self.input_size} inputs, not {x.shape[-2]} x {x.shape[-1]}: build it with that input_size")
+
+
+class SiT(FlowNet):
+    """Scalable interpolant transformer (Ma et al. 2024): DiT's blocks, velocity prediction; decayed shortcuts and long skips as in paper 3.
+
+    The shortcuts fall from 1 to alpha_min through the last block (see `shortcut_weights`); the first half of the blocks is the encoder, the second the decoder.
+    long_skips: decoder block i adds Linear(tokens after the mirrored encoder block), last in first out, to x before the block.
+    learn_sigma: the head has twice the channels and the second half is dropped, as in the released nets. t is embedded unscaled.
+    Raises ValueError for sizes that do not fit, and where a shortcut weight is 0: gates that start at zero would leave no signal to learn from.
+    """
+    prefix_tokens = 0                                            # every token is a patch
+
+    def __init__(self, input_size=32, patch_size=2, in_chans=4, num_classes=1000, embed_dim=1152, depth=28, num_heads=16, alpha_min=1.0, long_skips=False,
+                 label_dropout=0.1, mlp_ratio=4.0, learn_sigma=False, shortcut="decayed", schedule="linear", decay_on="both"):
+        super().__init__()
+        if long_skips and depth % 2:
+            raise ValueError(f"long skips pair the first half of the blocks with the second, and depth {depth} has no half: make it even")
+        alphas = shortcut_weights(shortcut, depth, alpha_min, schedule, decay_on)
+        if 0 in alphas:
+            raise ValueError("SiT's gates start at zero, so with a shortcut of weight 0 nothing passes and nothing is learned: use shortcut decayed, alpha_min above 0")
+        self.input_size, self.patch_size, self.num_classes, self.label_dropout = input_size, patch_size, num_classes, label_dropout
+        self.grid, self.shortcut, self.learn_sigma = check_patches(input_size, input_size, patch_size), shortcut, learn_sigma
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.register_buffer("pos_embed", sincos_pos_embed(embed_dim, *self.grid)[None], persistent=False)
+        self.time_embed = nn.Sequential(nn.Linear(256, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
+        self.label_embed = nn.Embedding(num_classes + 1, embed_dim)
+        self.blocks = nn.ModuleList(SiTBlock(embed_dim, num_heads, mlp_ratio, tuple(alphas[2 * l:2 * l + 2]), skip=long_skips and l >= depth // 2)
+                                    for l in range(depth))
+        self.norm = nn.LayerNorm(embed_dim, elementwise_affine=False, eps=1e-6)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(embed_dim, 2 * embed_dim))
+        self.head = nn.Linear(embed_dim, patch_size ** 2 * in_chans * (1 + learn_sigma))
+        init_sit(self)
+
+    def condition(self, t, y, drop=None):
+        """(B, D): the sum of the time's and the label's embedding."""
+        return self.time_embed(timestep_features(t, 256).to(self.head.weight.dtype)) + self.label_embed(self.labels(y, drop))
+
+    def run(self, x, c):
+        """Yields the tokens (B, N, D) after the embedding and after each block."""
+        self.check_size(x)
+        x = self.patch_embed(x) + self.pos_embed
+        yield x
+        skips = []
+        for l, block in enumerate(self.blocks):
+            x = block(x, c, skips.pop() if block.skip is not None else None)
+            if l < len(self.blocks) // 2:
+                skips.append(x)
+            yield x
+
+    def layers(self, x, t, y):
+        """Yields the tokens (B, N, D) after the embedding and after each block, the final norm left out: what `probe.py` looks at."""
+        return self.run(x, self.condition(t, y))
+
+    def forward(self, x, t, y, drop=None):
+        c = self.condition(t, y, drop)
+        for x in self.run(x, c):
+            pass
+        x = self.head(modulate(self.norm(x), *self.modulation(c).chunk(2, dim=1)))
+        x = unpatchify(x, self.patch_size, *self.grid)
+        return x.chunk(2, dim=1)[0] if self.learn_sigma else x
+
+
+class UViTBlock(Block):
+    """A plain block; skip: before it, x <- Linear([x, tokens of the mirrored block])."""
+
+    def __init__(self, dim, num_heads, mlp_ratio, alphas, qkv_bias, skip=False):
+        super().__init__(dim, num_heads, mlp_ratio, alphas, eps=1e-5, qkv_bias=qkv_bias)
+        self.skip = nn.Linear(2 * dim, dim) if skip else None
+
+    def forward(self, x, skip=None):
+        return super().forward(x if self.skip is None else self.skip(torch.cat([x, skip], dim=2)))
+
+
+class UViT(FlowNet):
+    """U-ViT (Bao et al. 2023): time and label are tokens before the patches, positions are learned, depth/2 in-blocks, one in the middle and depth/2 out-blocks,
+    each of which takes the mirrored in-block's tokens in by concatenation (without long_skips: none does); a final 3 x 3 convolution smooths the patches' seams.
+
+    The shortcuts fall from 1 to alpha_min up to the last out-block, over 2 (depth + 1) sub-layers (paper 3). zero_init: attn.proj and mlp.fc2 start at zero, which
+    U-ViT itself does not do and a small alpha_min needs. The published net sees a time that counts 1 to 1000, so t is multiplied by 1000 before its sinusoids.
+    Raises ValueError for sizes that do not fit, and for zero_init where a shortcut weight is 0.
+    """
+    prefix_tokens = 2                                            # label, time
+
+    def __init__(self, input_size=32, patch_size=2, in_chans=4, num_classes=1000, embed_dim=512, depth=12, num_heads=8, alpha_min=1.0, long_skips=True,
+                 zero_init=True, label_dropout=0.1, mlp_ratio=4.0, qkv_bias=False, shortcut="decayed", schedule="linear", decay_on="both"):
+        super().__init__()
+        if depth % 2:
+            raise ValueError(f"U-ViT has depth/2 blocks on either side of the middle one, and depth {depth} has no half: make it even")
+        if embed_dim % 2:
+            raise ValueError(f"the time's sinusoids come in pairs, so embed_dim {embed_dim} must be even")
+        alphas = shortcut_weights(shortcut, depth + 1, alpha_min, schedule, decay_on)
+        if zero_init and 0 in alphas:
+            raise ValueError("with zero_init and a shortcut of weight 0 nothing passes and nothing is learned: leave zero_init out, or use alpha_min above 0")
+        self.input_size, self.patch_size, self.num_classes, self.label_dropout = input_size, patch_size, num_classes, label_dropout
+        self.grid, self.shortcut = check_patches(input_size, input_size, patch_size), shortcut
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.label_embed = nn.Embedding(num_classes + 1, embed_dim)
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix_tokens + self.grid[0] * self.grid[1], embed_dim))
+        self.blocks = nn.ModuleList(UViTBlock(embed_dim, num_heads, mlp_ratio, tuple(alphas[2 * l:2 * l + 2]), qkv_bias, skip=long_skips and l > depth // 2)
+                                    for l in range(depth + 1))
+        self.norm = nn.LayerNorm(embed_dim)
+        self.head = nn.Linear(embed_dim, patch_size ** 2 * in_chans)
+        self.smooth = nn.Conv2d(in_chans, in_chans, 3, padding=1)
+        init_uvit(self, zero_init)
+
+    def layers(self, x, t, y, drop=None):
+        """Yields the tokens (B, 2 + N, D) after the embedding and after each block, the final norm left out."""
+        self.check_size(x)
+        time = timestep_features(1000 * t, self.pos_embed.shape[2]).to(x.dtype)
+        x = torch.cat([self.label_embed(self.labels(y, drop))[:, None], time[:, None], self.patch_embed(x)], dim=1) + self.pos_embed
+        yield x
+        skips = []
+        for l, block in enumerate(self.blocks):
+            x = block(x, skips.pop() if block.skip is not None else None)
+            if l < len(self.blocks) // 2:
+                skips.append(x)
+            yield x
+
+    def forward(self, x, t, y, drop=None):
+        for x in self.layers(x, t, y, drop):
+            pass
+        x = self.head(self.norm(x))[:, self.prefix_tokens:]
+        return self.smooth(unpatchify(x, self.patch_size, *self.grid))

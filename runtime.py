@@ -222,6 +222,15 @@ def check_resume(path, saved, args, fixed, free):
     return notes
 
 
+def check_same_data(path, saved, args):
+    """Refuse to continue on an image set of another size: a folder may move, but not change. Raises BadInput with both."""
+    kind = [[f[k] for k in ("train_images", "classes", "in_chans")] for f in (saved, args)]
+    if kind[0] != kind[1]:
+        raise BadInput("--data {} has {} training images, {} classes, {} channels".format(args["data"], *kind[1])
+                       + ", but {} was trained on {}, with {}, {}, {}".format(path, saved["data"], *kind[0])
+                       + ": pass the same data, --fresh to start over, or another --out")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # log
 

@@ -205,11 +205,7 @@ def main(argv=None):
     flags, step, best, top1, notes = dict(vars(args), train_images=len(images.train), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
     if saved:
         notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
-        kind = [[f[k] for k in ("train_images", "classes", "in_chans")] for f in (saved["args"], flags)]
-        if kind[0] != kind[1]:                                   # a folder may move, but not change
-            raise BadInput("--data {} has {} training images, {} classes, {} channels".format(args.data, *kind[1])
-                           + ", but {} was trained on {}, with {}, {}, {}".format(ckpt, saved["args"]["data"], *kind[0])
-                           + ": pass the same data, --fresh to start over, or another --out")
+        runtime.check_same_data(ckpt, saved["args"], flags)
         raw.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         if ema:
