@@ -7,6 +7,9 @@
     python reproduce.py tiny                 the constants of ViT-S and of nano at four times nano's size (5 minutes)
     python reproduce.py lm                   paper 2: language models, shortcut x optimizer x temperature, and their quantisation (75 minutes)
     python reproduce.py lm-gap --seeds 1     ours: what moves the skipless model's loss (10 minutes)
+    python reproduce.py mae                  paper 3: masked autoencoders, decay and its ablations, probed at every layer (80 minutes)
+    python reproduce.py mae-long --seeds 1   its main rows, four times as long (30 minutes)
+    python reproduce.py sit                  paper 3: flow matching with decayed shortcuts (30 minutes)
     python reproduce.py table1 --list        the runs that remain
 
 Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
@@ -107,9 +110,36 @@ CLAIMS["lm-gap"] = dict(
         ("looks-linear MLP", "--alpha-qk 4.1 --mlp-init looks-linear"), ("MLP gain: alpha_u .3", "--alpha-qk 4.1 --alpha-u 0.3"),
         ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"))])
 
+# Paper 3, masked autoencoders. `paper` is its linear probe on ImageNet-100 (ViT-B/16). The lr is searched on the reconstruction loss, without labels.
+MAE_SEARCH = "--holdout 0.2 --epochs 8 --knn-every 0 --eval-every 1000000"
+DECAYED = "decayed to .6"
+CLAIMS["mae"] = dict(
+    title="Paper 3, masked autoencoders on emoji: 12 epochs, frozen features probed at every layer",
+    script="train_mae.py", search=MAE_SEARCH, final="--epochs 12 --knn-every 4 --eval-every 1000000",
+    cells=[
+        dict(name="residual, original MAE", flags="--plain", paper=None, opt="adamw", lrs=[5e-4, 1.5e-3, 5e-3]),
+        dict(name="residual, long skips", flags="--shortcut residual", paper=76.5, opt="adamw", lrs=[5e-4, 1.5e-3, 5e-3]),
+        dict(name="decayed to .8", flags="--alpha-min 0.8", paper=None, opt="adamw", lrs=DECAYED),
+        dict(name="decayed to .7", flags="--alpha-min 0.7", paper=None, opt="adamw", lrs=DECAYED),
+        dict(name=DECAYED, flags="--alpha-min 0.6", paper=83.6, opt="adamw", lrs=[5e-4, 1.5e-3, 5e-3]),
+        dict(name="decayed to .5", flags="--alpha-min 0.5", paper=None, opt="adamw", lrs=DECAYED),
+        dict(name="decayed to .6, attention only", flags="--alpha-min 0.6 --decay-on attn", paper=79.3, opt="adamw", lrs=DECAYED),
+        dict(name="decayed to .6, MLP only", flags="--alpha-min 0.6 --decay-on mlp", paper=80.6, opt="adamw", lrs=DECAYED),
+        dict(name="decayed to .6, no long skips", flags="--alpha-min 0.6 --no-long-skips", paper=61.5, opt="adamw", lrs=DECAYED),
+        dict(name="decayed to .6, cosine schedule", flags="--alpha-min 0.6 --schedule cosine", paper=82.8, opt="adamw", lrs=DECAYED),
+        dict(name="decayed, weights learned from 1", flags="--alpha-min 1 --learn-alphas", paper=79.5, opt="adamw", lrs="residual, long skips"),
+        dict(name="residual, both branches x sqrt(.5)", flags="--shortcut residual --scaling both", paper=82.6, opt="adamw", lrs=DECAYED),
+        dict(name="residual, only f x sqrt(.5)", flags="--shortcut residual --scaling branch", paper=76.9, opt="adamw", lrs="residual, long skips"),
+        dict(name="skipless, AdamW", flags="--skipless", paper=None, opt="adamw", lrs=[1.5e-4, 5e-4, 1.5e-3]),
+        dict(name="skipless, SOAP", flags="--skipless", paper=None, opt="soap", lrs=[5e-4, 1.5e-3, 5e-3]),
+        dict(name="residual, long skips, SOAP", flags="--shortcut residual", paper=None, opt="soap", lrs=[5e-4, 1.5e-3, 5e-3]),
+        dict(name="decayed to .6, SOAP", flags="--alpha-min 0.6", paper=None, opt="soap", lrs=[5e-4, 1.5e-3, 5e-3]),
+    ])
+
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
-METRICS = {"train_vit.py": dict(search="val_top1", final="val_top1", sign=1, useless=15), "train_lm.py": dict(search="tail_loss", final="val_loss", sign=-1, useless=-3)}
+METRICS = {"train_vit.py": dict(search="val_top1", final="val_top1", sign=1, useless=15), "train_lm.py": dict(search="tail_loss", final="val_loss", sign=-1, useless=-3),
+           "train_mae.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-0.95)}
 
 
 def command(claim, cell, lr, seed, extra=""):
@@ -122,8 +152,8 @@ def python(command_line, out):
                           env=dict(os.environ, OMP_NUM_THREADS="1"))
 
 
-def run(command_line, quantized=False):
-    """Run one command in a folder of its own; return its measurements, with `quantized` also quantize.py's. Raises RuntimeError with the script's own words."""
+def run(command_line, after=None):
+    """Run one command in a folder of its own; return its measurements, and those of after(folder), a dict. Raises RuntimeError with the script's own words."""
     with tempfile.TemporaryDirectory() as out:
         done = python(command_line, out)
         log = Path(out, "log.jsonl")
@@ -133,12 +163,11 @@ def run(command_line, quantized=False):
             return dict(record, diverged=done.stderr.strip())
         if done.returncode:
             raise RuntimeError(f"{command_line}\n{done.stderr}")
-        if quantized:
-            record["quantized"] = quantize(out)
+        record.update(after(out) if after else {})
     evals, losses = [r for r in rows if "val_loss" in r], [r["loss"] for r in rows if "loss" in r]
-    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift"):
-        if key in evals[0]:
-            record[key] = [r[key] for r in evals]
+    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "alpha_eff"):
+        if any(key in r for r in evals):
+            record[key] = [r[key] for r in evals if key in r]
     return dict(record, loss=losses[-1], tail_loss=[statistics.mean(losses[-(-3 * len(losses) // 4):])],
                 model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
 
@@ -149,8 +178,24 @@ def quantize(out):
     if done.returncode:
         raise RuntimeError(done.stderr)
     measured = json.loads(Path(out, "quantize.json").read_text())["checkpoints"][0]
-    return dict(loss={row["precision"]: row["loss"] for row in measured["rows"]}, kurtosis=[layer["excess_kurtosis"] for layer in measured["stats"]["block_output"]],
-                sqnr8_mean=measured["sqnr8_mean"], sqnr8_min=measured["sqnr8_min"])
+    return dict(quantized=dict(loss={row["precision"]: row["loss"] for row in measured["rows"]}, sqnr8_mean=measured["sqnr8_mean"], sqnr8_min=measured["sqnr8_min"],
+                               kurtosis=[layer["excess_kurtosis"] for layer in measured["stats"]["block_output"]]))
+
+
+def probe(out):
+    """The run's checkpoint through probe.py, by layer: k-NN (k = 20) and linear probe in % for the groups and the subgroups of the emoji, effective rank, norm."""
+    probed = {}
+    for name in ("emoji", "emoji-subgroups"):
+        done = python(f"probe.py layers --ckpt {out} --data {name} --k 20 --linear lbfgs --cache {out}/features", out)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        rows = json.loads(Path(out, "probe.json").read_text())["checkpoints"][0]["layers"]
+        probed[name] = dict(knn=[100 * r["knn"]["20"] for r in rows], linear=[100 * r["linear"] for r in rows],
+                            effective_rank=[r["effective_rank"] for r in rows], norm=[r["norm"] for r in rows])
+    return dict(probed=probed)
+
+
+AFTER = {"train_lm.py": quantize, "train_mae.py": probe}           # what a final run's checkpoint goes through
 
 
 def hardware():
@@ -198,7 +243,7 @@ def best_lr(cell, results, metric=METRICS["train_vit.py"]):
         value = results.final(search_key(cell, lr), metric=metric["search"])
         return -math.inf if math.isnan(value) else metric["sign"] * value
     if isinstance(cell["lrs"], str):                               # the cell whose lr this one takes over
-        other = next(c for c in CLAIMS["lm"]["cells"] if c["name"] == cell["lrs"])
+        other = next(c for claim in CLAIMS.values() for c in claim["cells"] if c["name"] == cell["lrs"])
         return best_lr(other, results, metric)[0], []
     lrs = list(cell["lrs"])
     if len(lrs) == 1:                                              # given, not searched
@@ -263,6 +308,53 @@ def lm_table(claim, results, seeds):
     return "\n".join(lines) + "\n"
 
 
+def by_layer(runs, data, measure):
+    """Mean over runs of a measure of probe.py by layer, a list; and the list over runs of those lists. Layer 0 is the embedding."""
+    curves = [r["probed"][data][measure][:13] for r in runs]
+    return [statistics.mean(v) for v in zip(*curves)], curves
+
+
+def mae_table(claim, results, seeds):
+    """As `table`, for masked autoencoders: what frozen features know. The best layer is that of the mean over seeds."""
+    lines = ["| cell | paper, linear | val loss | k-NN, best layer | last layer | linear, best layer | last layer | subgroups, linear | effective rank, last layer | alpha_eff | seeds | lr |",
+             "|" + "---|" * 12]
+    for cell in claim["cells"]:
+        lr, _ = best_lr(cell, results, METRICS["train_mae.py"])
+        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
+        good = [r for r in runs if "probed" in r]
+        if not good or lr is None:
+            continue
+        shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 3)]
+        for data, measure in (("emoji", "knn"), ("emoji", "linear"), ("emoji-subgroups", "linear")):
+            mean, curves = by_layer(good, data, measure)
+            best = max(range(len(mean)), key=lambda l: mean[l])
+            shown += [f"{spread([c[best] for c in curves])} ({best})"] + [spread([c[-1] for c in curves])] * (data == "emoji")
+        shown += [spread([c[-1] for c in by_layer(good, "emoji", "effective_rank")[1]], 2), f"{good[0]['alpha_eff'][-1]:.2g}"]
+        lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
+    return "\n".join(lines) + "\n"
+
+
+def mae_figure(claim, results, seeds, path):
+    """k-NN, linear probe and effective rank by layer, means over seeds; residual nets grey, skipless nets dashed. Rows without a comma-separated ablation only."""
+    plt = runtime.pyplot()
+    fig, axes = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
+    greys, shown = iter([".2", ".45", ".7"]), [c for c in claim["cells"] if c["name"].startswith(("residual, original", "residual, long", "skipless", "decayed to .6, SOAP")) or "," not in c["name"]]
+    for cell in shown:
+        runs = [r for s in range(seeds) if "probed" in (r := results.data["runs"].get(final_key(cell, s), {}))]
+        if not runs:
+            continue
+        style = dict(color=next(greys, ".8")) if cell["name"].startswith("residual") else {}
+        for axis, measure in zip(axes, ("knn", "linear", "effective_rank")):
+            mean, _ = by_layer(runs, "emoji", measure)
+            axis.plot(range(len(mean)), mean, "o", ms=3, ls="--" if "SOAP" in cell["name"] else "-", label=cell["name"], **style)
+    for axis, label in zip(axes, ("k-NN, %", "linear probe, %", "effective rank, nats")):
+        axis.set(xlabel="layer (0: embedding)", ylabel=label)
+        axis.grid(alpha=.3)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+
+
 def show_in_readme(name, text):
     """Put the table between <!-- name --> and <!-- /name --> of README.md, if it has that place; so the README shows what was recorded."""
     path = HERE / "README.md"
@@ -322,7 +414,8 @@ def figure(claim, results, seeds, path):
     plt.close(fig)
 
 
-TABLES, FIGURES = {"train_vit.py": table, "train_lm.py": lm_table}, {"train_vit.py": figure, "train_lm.py": lm_figure}
+TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": mae_table}
+FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": mae_figure}
 
 
 def main(argv=None):
@@ -350,7 +443,7 @@ def main(argv=None):
         while True:
             for key, line in pending(claim, results, args.seeds):
                 if key not in running.values() and len(running) < args.jobs:
-                    running[pool.submit(run, line, quantized=claim["script"] == "train_lm.py" and key.startswith("final"))] = key
+                    running[pool.submit(run, line, AFTER.get(claim["script"]) if key.startswith("final") else None)] = key
             if not running:
                 break
             done = next(as_completed(running))
