@@ -123,6 +123,7 @@ CLAIMS["mae"] = dict(
         dict(name="decayed to .7", flags="--alpha-min 0.7", paper=None, opt="adamw", lrs=DECAYED),
         dict(name=DECAYED, flags="--alpha-min 0.6", paper=83.6, opt="adamw", lrs=[5e-4, 1.5e-3, 5e-3]),
         dict(name="decayed to .5", flags="--alpha-min 0.5", paper=None, opt="adamw", lrs=DECAYED),
+        dict(name="decayed to .5, no zero init", flags="--alpha-min 0.5 --no-zero-init", paper=None, opt="adamw", lrs=DECAYED),
         dict(name="decayed to .6, attention only", flags="--alpha-min 0.6 --decay-on attn", paper=79.3, opt="adamw", lrs=DECAYED),
         dict(name="decayed to .6, MLP only", flags="--alpha-min 0.6 --decay-on mlp", paper=80.6, opt="adamw", lrs=DECAYED),
         dict(name="decayed to .6, no long skips", flags="--alpha-min 0.6 --no-long-skips", paper=61.5, opt="adamw", lrs=DECAYED),
@@ -165,7 +166,7 @@ def run(command_line, after=None):
             raise RuntimeError(f"{command_line}\n{done.stderr}")
         record.update(after(out) if after else {})
     evals, losses = [r for r in rows if "val_loss" in r], [r["loss"] for r in rows if "loss" in r]
-    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "alpha_eff"):
+    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff"):
         if any(key in r for r in evals):
             record[key] = [r[key] for r in evals if key in r]
     return dict(record, loss=losses[-1], tail_loss=[statistics.mean(losses[-(-3 * len(losses) // 4):])],
@@ -316,8 +317,8 @@ def by_layer(runs, data, measure):
 
 def mae_table(claim, results, seeds):
     """As `table`, for masked autoencoders: what frozen features know. The best layer is that of the mean over seeds."""
-    lines = ["| cell | paper, linear | val loss | k-NN, best layer | last layer | linear, best layer | last layer | subgroups, linear | effective rank, last layer | alpha_eff | seeds | lr |",
-             "|" + "---|" * 12]
+    lines = ["| cell | paper, linear | val loss | k-NN, best layer | last layer | linear, best layer | last layer | subgroups, linear | effective rank, last layer | norm, last layer / embedding | alpha_eff | seeds | lr |",
+             "|" + "---|" * 13]
     for cell in claim["cells"]:
         lr, _ = best_lr(cell, results, METRICS["train_mae.py"])
         runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
@@ -329,7 +330,7 @@ def mae_table(claim, results, seeds):
             mean, curves = by_layer(good, data, measure)
             best = max(range(len(mean)), key=lambda l: mean[l])
             shown += [f"{spread([c[best] for c in curves])} ({best})"] + [spread([c[-1] for c in curves])] * (data == "emoji")
-        shown += [spread([c[-1] for c in by_layer(good, "emoji", "effective_rank")[1]], 2), f"{good[0]['alpha_eff'][-1]:.2g}"]
+        shown += [spread([c[-1] for c in by_layer(good, "emoji", "effective_rank")[1]], 2), spread([c[-1] / c[0] for c in by_layer(good, "emoji", "norm")[1]], 1), f"{good[0]['alpha_eff'][-1]:.2g}"]
         lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
     return "\n".join(lines) + "\n"
 

@@ -62,7 +62,9 @@ def get_args(argv=None):
     number = runtime.number
     presets = runtime.Parser(add_help=False)
     presets.add_argument("--preset", choices=list(PRESETS), default="laptop", help="a dict of defaults at the top of this file")
-    preset = PRESETS[presets.parse_known_args(argv)[0].preset]
+    presets.add_argument("--plain", action="store_true", default=argparse.SUPPRESS, help="the original MAE: --shortcut residual --no-long-skips --no-zero-init")
+    known = presets.parse_known_args(argv)[0]
+    preset = PRESETS[known.preset]
     parser = runtime.Parser(description=__doc__, parents=[presets])
     switch = argparse.BooleanOptionalAction
 
@@ -73,7 +75,6 @@ def get_args(argv=None):
     add("--patch-size", type=number(int, low=1), help="side of a patch, pixels")
     add("--shortcut", choices=["residual", "skipless", "decayed"], default="decayed", help="x + f(x), f(x), or a x + f(x) with a falling to --alpha-min")
     add("--skipless", dest="shortcut", action="store_const", const="skipless", default=argparse.SUPPRESS, help="same as --shortcut skipless")
-    add("--plain", action="store_true", help="the original MAE: --shortcut residual --no-long-skips --no-zero-init")
     add("--alpha-min", type=number(float, low=0, high=1), default=None, help=f"weight of the last shortcut, for --shortcut decayed; None is {preset['alpha_min']}")
     add("--alpha-eff", type=number(float, above=0, high=1), default=None, help="choose alpha-min so that the product of all shortcut weights is this; paper 3 finds 1e-3 to 1e-2 best")
     add("--schedule", choices=models.SCHEDULES, default="linear", help="how the weight falls; per-layer is the paper's formula, linear its code")
@@ -122,12 +123,12 @@ def get_args(argv=None):
     runtime.add_run_flags(parser)
 
     parser.set_defaults(**{k: v for k, v in preset.items() if k not in ("lr", "betas", "skipless_init", "alpha_min")})
+    if "plain" in known:                                         # defaults too, so --plain --skipless is the original with a skipless encoder
+        parser.set_defaults(shortcut="residual", long_skips=False, zero_init=False)
     args = parser.parse_args(argv)
+    vars(args).pop("plain", None)
     if args.data is None:
         raise BadInput("--preset paper needs --data: a folder with train/<class>/ and val/<class>/")
-    if args.plain:
-        args.shortcut, args.long_skips, args.zero_init = "residual", False, False
-    del args.plain
     args.depth = args.depth or SIZES[args.size]["depth"]
     resolve_shortcut(args, preset["alpha_min"])
     resolve_init(args, preset["skipless_init"])
@@ -229,12 +230,12 @@ def evaluate(model, images, transform, noise, args, world, dtype):
 
 
 def probe_layers(model, images, transform, args, world):
-    """(k-NN accuracy (k = 20), %; effective rank), by layer: mean of all tokens, part of the training set as the bank, all of the validation set."""
+    """(k-NN accuracy (k = 20), %; effective rank; mean norm), by layer: mean of all tokens, part of the training set as the bank, all of the validation set."""
     bank = images.train.take(torch.linspace(0, len(images.train) - 1, min(args.knn_images, len(images.train))).long())
     (train_x, train_y), (val_x, val_y) = [
         probe.layer_features(model, data.eval_batches(part, transform, args.micro_batch, world.rank, world.size, args.workers), world.device, world=world)
         for part in (bank, images.val)]
-    return [100 * probe.knn(a, train_y, b, val_y) for a, b in zip(train_x, val_x)], [probe.effective_rank(x) for x in val_x]
+    return [100 * probe.knn(a, train_y, b, val_y) for a, b in zip(train_x, val_x)], [probe.effective_rank(x) for x in val_x], [x.norm(dim=1).mean().item() for x in val_x]
 
 
 @torch.no_grad()
@@ -259,7 +260,7 @@ def main(argv=None):
     images = data.load_images(args.data, args.holdout, args.seed)
     per_epoch = data.steps_per_epoch(len(images.train), args.batch_size)
     steps, warmup = max(1, round(args.epochs * per_epoch)), round(args.warmup * per_epoch)
-    eval_every, save_every, knn_every = args.eval_every or per_epoch, args.save_every or per_epoch, round(args.knn_every * per_epoch)
+    eval_every, save_every, knn_every = args.eval_every or per_epoch, args.save_every or per_epoch, args.knn_every and max(1, round(args.knn_every * per_epoch))
     raw, kwargs, init_line = build_model(args, images)
     raw.to(world.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
@@ -357,8 +358,8 @@ def main(argv=None):
                 record = dict(step=step, val_loss=val_loss, alpha_eff=raw.alpha_eff)
                 human = f"step {step:6d}  val loss {val_loss:.4f}" + " (ema)" * bool(ema)
                 if knn_now:
-                    knn, rank = probe_layers(ema or raw, images, eval_tf, args, world)
-                    record.update(val_knn=knn, val_knn_best=max(knn), effective_rank=rank)
+                    knn, rank, norms = probe_layers(ema or raw, images, eval_tf, args, world)
+                    record.update(val_knn=knn, val_knn_best=max(knn), effective_rank=rank, feature_norm=norms)
                     human += f"  k-NN best {max(knn):.1f} % (layer {knn.index(max(knn))} of {args.depth}), last {knn[-1]:.1f} %"
                 log.line(human, **record)
                 if world.main:
