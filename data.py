@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 from runtime import BadInput, mix_seed
 
 ROOT = Path(__file__).resolve().parent / "data"        # not the working directory: scripts may be started from anywhere
-NAMES = ("mnist5k", "digits8x8", "emoji", "emoji-subgroups", "emoji-artists", "cifar10", "cifar100")
+NAMES = ("mnist5k", "digits8x8", "emoji", "emoji-subgroups", "emoji-artists", "scenes", "scenes-subgroups", "cifar10", "cifar100")
 LAYOUT = "lay images out as train/<class>/*.jpg and val/<class>/*.jpg"
 
 
@@ -69,7 +69,7 @@ def load_images(name_or_path, holdout=0.0, seed=0):
     if not 0 <= holdout < 1:
         raise BadInput(f"--holdout {holdout} must be at least 0 and below 1: it is a fraction of the training images")
     embedded = {"mnist5k": mnist5k, "digits8x8": digits8x8, "emoji": emoji, "emoji-artists": emoji_artists,
-                "emoji-subgroups": lambda: emoji("subgroup")}
+                "emoji-subgroups": lambda: emoji("subgroup"), "scenes": scenes, "scenes-subgroups": lambda: scenes("subgroup")}
     if name in embedded:
         train, val, classes = embedded[name]()
     elif name in ("cifar10", "cifar100"):
@@ -79,7 +79,7 @@ def load_images(name_or_path, holdout=0.0, seed=0):
     else:
         raise BadInput(f"--data '{name}' is neither a folder nor one of {', '.join(NAMES)}: check the spelling or the path")
     if holdout:
-        rest, held = split_by_class(train.labels, holdout, seed, copies=2 if name in ("emoji", "emoji-subgroups") else 1)
+        rest, held = split_by_class(train.labels, holdout, seed, copies={"emoji": 2, "scenes": 4}.get(name.removesuffix("-subgroups"), 1))
         if not len(held):
             raise BadInput(f"--holdout {holdout} of {len(train)} images leaves none to validate on: raise it or leave it out")
         train, val = train.take(rest), train.take(held)
@@ -105,18 +105,24 @@ def digits8x8():
 
 
 def emoji_sheets():
-    """(drawings, info) of 1,374 concepts. drawings: uint8 (1374, 2, 3, 32, 32), Noto's and Fluent's, on white; info: its lists names, group, subgroup."""
+    """(drawings, info) of 1,374 concepts. drawings: uint8 (1374, 2, 4, 32, 32), Noto's and Fluent's, RGBA; info: its lists names, group, subgroup."""
     twins = ("family", "cat")                           # one artist draws them exactly as man-man-boy and smiley_cat: left out
     sheets = []
     for artist in ("noto", "fluent3d"):
         info = json.loads((ROOT / f"emoji_{artist}_32.json").read_text(encoding="utf-8"))
         with Image.open(ROOT / f"emoji_{artist}_32.png") as sheet:
-            sheet = v2.functional.pil_to_tensor(to_rgb(sheet))
+            sheet = v2.functional.pil_to_tensor(sheet.convert("RGBA"))
         tile, cols = info["tile"], info["cols"]
-        tiles = sheet.unflatten(1, (-1, tile)).unflatten(3, (cols, tile))             # (3, row, y, col, x)
-        sheets.append(tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)[:info["n"]])         # (n, 3, y, x)
+        tiles = sheet.unflatten(1, (-1, tile)).unflatten(3, (cols, tile))             # (4, row, y, col, x)
+        sheets.append(tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)[:info["n"]])         # (n, 4, y, x)
     keep = [i for i, name in enumerate(info["names"]) if name not in twins]
     return torch.stack(sheets, 1)[keep], {key: [info[key][i] for i in keep] for key in ("names", "group", "subgroup")}
+
+
+def on_white(rgba):
+    """uint8 RGBA (..., 4, H, W) laid on white: uint8 (..., 3, H, W)."""
+    alpha = rgba[..., 3:, :, :].int()
+    return ((rgba[..., :3, :, :].int() * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
 
 
 def emoji(label="group"):
@@ -127,7 +133,7 @@ def emoji(label="group"):
     """
     drawings, info = emoji_sheets()
     index = {kind: torch.tensor([list(dict.fromkeys(info[kind])).index(name) for name in info[kind]]).repeat_interleave(2) for kind in ("group", label)}
-    whole = Images(drawings.flatten(0, 1), index[label])
+    whole = Images(on_white(drawings).flatten(0, 1), index[label])
     train, val = split_by_class(index["group"], 0.2, copies=2)
     return whole.take(train), whole.take(val), list(dict.fromkeys(info[label]))
 
@@ -138,8 +144,40 @@ def emoji_artists():
     Made for probing: with one training image a class, k-NN at k = 1 asks whether the nearest drawing in another hand means the same.
     """
     drawings, info = emoji_sheets()
-    concepts = torch.arange(len(drawings))
+    drawings, concepts = on_white(drawings), torch.arange(len(drawings))
     return Images(drawings[:, 0].contiguous(), concepts), Images(drawings[:, 1].contiguous(), concepts), info["names"]
+
+
+def scenes(label="group", copies=2):
+    """The emoji at random size and place on random pieces of photographs, 32 x 32: there the pixels of an image say little about what is in it.
+
+    `copies` scenes of each drawing, always the same ones, one after the other. The split is that of `emoji`, and every fifth photograph is kept for validation.
+    """
+    drawings, info = emoji_sheets()
+    index = {kind: torch.tensor([list(dict.fromkeys(info[kind])).index(name) for name in info[kind]]).repeat_interleave(2) for kind in ("group", label)}
+    photos = [read_rgb(path).float() for path in sorted((ROOT / "photos").glob("*.jpg"))]
+    backgrounds = dict(train=[p for i, p in enumerate(photos) if i % 5 < 4], val=photos[4::5])
+    parts = []
+    for split, members in zip(("train", "val"), split_by_class(index["group"], 0.2, copies=2)):
+        generator = torch.Generator().manual_seed(mix_seed("scenes", split))
+        images = [scene(drawings.flatten(0, 1)[i].float(), backgrounds[split], generator) for i in members.tolist() for _ in range(copies)]
+        parts.append(Images(torch.stack(images), index[label][members].repeat_interleave(copies)))
+    return *parts, list(dict.fromkeys(info[label]))
+
+
+def scene(drawing, photos, generator, side=32):
+    """RGBA (4, Y, X), 0..255, half to nine tenths of `side` wide, on a piece of one of the photos (3, Y, X), scaled down up to 4 times: uint8 (3, side, side)."""
+    draw = lambda low, high: int(torch.randint(low, high + 1, (), generator=generator))
+    photo = photos[draw(0, len(photos) - 1)]
+    piece = draw(side, min(4 * side, *photo.shape[1:]))
+    top, left = (draw(0, n - piece) for n in photo.shape[1:])
+    image = v2.functional.resize(photo[:, top:top + piece, left:left + piece], [side, side], antialias=True)
+    size = draw(side // 2, side * 9 // 10)
+    colour, alpha = drawing[:3] * drawing[3:] / 255, drawing[3:] / 255                 # premultiplied, so that hidden colours do not bleed in
+    colour, alpha = (v2.functional.resize(t, [size, size], antialias=True) for t in (colour, alpha))
+    y, x = draw(0, side - size), draw(0, side - size)
+    image[:, y:y + size, x:x + size].mul_(1 - alpha).add_(colour)
+    return image.round().clamp(0, 255).to(torch.uint8)
 
 
 def cifar(name):

@@ -259,9 +259,10 @@ def prepare(path, args, load=load_set):
     own = saved["data"], saved.get("holdout", 0.0), saved.get("seed", 0)         # the sets that the run itself trained and validated on
     images = load(args.data) if args.data else load(*own)
     is_latent = isinstance(images.train, latents.Latents)
-    if images.in_chans != channels or (is_latent and images.size != size):
-        raise BadInput(f"--data {args.data or saved['data']} has images of {images.in_chans} channel(s) and side {images.size}, and {path} takes {channels} and {size}: "
-                       f"give --data with such images")
+    if images.in_chans != channels:
+        raise BadInput(f"--data {args.data or saved['data']} has images of {images.in_chans} channel(s) and {path} takes {channels}: give --data with such images")
+    if is_latent and images.size != size:
+        raise BadInput(f"--data {args.data or saved['data']} has latents of side {images.size} and {path} takes {size}: give --data with such latents")
     if is_flow and not is_latent:                                # pixels in [-1, 1]
         images = replace(images, mean=[0.5] * channels, std=[0.5] * channels)
     elif args.data and saved["data"] in data.NAMES:              # the net is used to the mean and std of its own data

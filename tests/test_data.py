@@ -113,6 +113,29 @@ def test_no_emoji_concept_and_no_picture_stands_on_both_sides(emoji):
     assert (emoji.in_chans, emoji.size, emoji.flip, len(emoji.classes)) == (3, 32, True, 7)
 
 
+def test_subgroups_label_the_same_images_more_finely(emoji):
+    fine = D.load_images("emoji-subgroups")
+    assert torch.equal(fine.train.images, emoji.train.images) and torch.equal(fine.val.images, emoji.val.images) and fine.mean == emoji.mean
+    info = json.loads((D.ROOT / "emoji_noto_32.json").read_text())
+    subgroup = dict(zip(info["names"], info["subgroup"]))
+    for part, names in zip((fine.train, fine.val), concepts_of(fine.train, fine.val)):
+        assert [fine.classes[i] for i in part.labels] == [subgroup[name] for name, _ in names]
+    assert len(fine.classes) == len(set(info["subgroup"])) == len(fine.train.labels.unique()) == 81
+    held = D.load_images("emoji-subgroups", holdout=0.25, seed=1)
+    train, val = concepts_of(held.train, held.val)
+    assert not {name for name, _ in train} & {name for name, _ in val}
+
+
+def test_artists_draw_the_same_concepts_on_either_side():
+    data = D.load_images("emoji-artists")
+    train, val = concepts_of(data.train, data.val)
+    assert len(train) == len(val) == len(data.classes) == 1374
+    assert train == [(data.classes[i], "noto") for i in data.train.labels] and val == [(data.classes[i], "fluent3d") for i in data.val.labels]
+    assert len({name for name, _ in train}) == 1374 and not set(fingerprint(data.train.images)) & set(fingerprint(data.val.images))
+    with pytest.raises(BadInput, match="leaves none to validate on.*leave it out"):
+        D.load_images("emoji-artists", holdout=0.5)
+
+
 def test_holdout_is_stratified_disjoint_and_leaves_the_test_set_alone(mnist):
     held = D.load_images("mnist5k", holdout=0.1, seed=3)
     assert held.val.labels.bincount().tolist() == [40] * 10 and held.train.labels.bincount().tolist() == [360] * 10
@@ -263,6 +286,8 @@ def test_strong_augmentation_erases_a_quarter_and_overrides_hold(mnist):
     torch.manual_seed(0)
     changed = sum(not torch.equal(always(image), bare(image)) for _ in range(400))
     assert 70 < changed < 130
+    assert [type(t) for t in D.train_transform(mnist, 28, "mae").transforms] == [v2.RandomResizedCrop, v2.ToDtype, v2.Normalize]
+    assert D.train_transform(mnist, 28, "mae").transforms[0].scale == (0.2, 1.0)
     with pytest.raises(BadInput, match="--augment 'heavy'.*none, light, strong"):
         D.train_transform(mnist, 28, "heavy")
     with pytest.raises(TypeError):
@@ -377,7 +402,7 @@ def test_an_incomplete_folder_is_named(folder, damage, says):
 
 
 def test_unknown_names_and_impossible_holdouts(folder):
-    with pytest.raises(BadInput, match="'cifar11' is neither a folder nor one of mnist5k, digits8x8, emoji, cifar10, cifar100"):
+    with pytest.raises(BadInput, match="'cifar11' is neither a folder nor one of mnist5k, digits8x8, emoji, emoji-subgroups, emoji-artists, scenes, scenes-subgroups, cifar10, cifar100"):
         D.load_images("cifar11")
     with pytest.raises(BadInput, match="--holdout 1.5"):
         D.load_images("mnist5k", holdout=1.5)
