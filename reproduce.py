@@ -111,11 +111,11 @@ CLAIMS["lm-gap"] = dict(
         ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"))])
 
 # Paper 3, masked autoencoders. `paper` is its linear probe on ImageNet-100 (ViT-B/16). The lr is searched on the reconstruction loss, without labels.
-MAE_SEARCH = "--holdout 0.2 --epochs 3 --knn-every 0 --eval-every 1000000"
+MAE_SEARCH = "--holdout 0.2 --epochs 2 --knn-every 0 --eval-every 1000000"
 DECAYED = "decayed to .6"
 CLAIMS["mae"] = dict(
-    title="Paper 3, masked autoencoders on scenes, 5 epochs: frozen features probed at every layer",
-    script="train_mae.py", search=MAE_SEARCH, final="--epochs 5 --knn-every 0 --eval-every 1000000",
+    title="Paper 3, masked autoencoders on scenes, 3 epochs: frozen features probed at every layer",
+    script="train_mae.py", search=MAE_SEARCH, final="--epochs 3 --knn-every 0 --eval-every 1000000",
     cells=[
         dict(name="residual, original MAE", flags="--plain", paper=None, opt="adamw", lrs=[5e-4, 1.5e-3, 5e-3]),
         dict(name="residual, long skips", flags="--shortcut residual", paper=76.5, opt="adamw", lrs=[5e-4, 1.5e-3, 5e-3]),

@@ -8,11 +8,13 @@ import pytest
 import reproduce
 import text
 import train_lm
+import train_mae
+import train_sit
 import train_vit
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-SCRIPTS = {"train_vit.py": train_vit, "train_lm.py": train_lm}
+SCRIPTS = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit}
 
 
 class Recorded:
@@ -78,8 +80,8 @@ def test_a_diverged_seed_is_named_and_not_averaged():
 def test_searches_never_look_at_what_the_table_shows(claim):
     """Images: a part of the training set is held out. Text: the loss of training batches, which are new to the net throughout the first epoch."""
     for _, line in reproduce.pending(claim, Recorded({}), 3):
-        if claim["search"] is not None and claim["script"] == "train_vit.py":
-            assert train_vit.get_args(line.split()[1:]).holdout > 0
+        if claim["search"] is not None and claim["script"] != "train_lm.py":
+            assert SCRIPTS[claim["script"]].get_args(line.split()[1:]).holdout > 0
         elif claim["search"] is not None:
             args = train_lm.get_args(line.split()[1:])
             assert reproduce.METRICS["train_lm.py"]["search"] == "tail_loss"
@@ -118,6 +120,19 @@ def test_the_language_model_table_by_hand():
     assert "| 2.100 ± 0.141, 1 diverged | +0.000" in reproduce.lm_table(dict(cells=[cell]), results, 3)
 
 
+def test_the_masked_autoencoders_table_by_hand():
+    """Two seeds, an embedding and twelve blocks: the best layer is that of the mean over seeds, not the mean of each seed's best."""
+    cell = dict(name="a", flags="", paper=76.5, opt="adamw", lrs=[1e-3])
+    results = Recorded({})
+    for seed, (peak, loss) in enumerate([(3, 0.5), (5, 0.7)]):
+        curve = [20.0] * 13
+        curve[peak], curve[4], curve[12] = 40.0, 35.0, 30.0 + seed
+        layers = dict(knn=curve, linear=[v + 10 for v in curve], effective_rank=[2.0] * 12 + [1.0], norm=[2.0] * 12 + [5.0 + seed])
+        results.data["runs"][f"final | a | seed {seed}"] = dict(val_loss=[1.0, loss], alpha_eff=[0.0035782], probed={"scenes": layers, "scenes-subgroups": layers})
+    row = reproduce.mae_table(dict(cells=[cell]), results, 3).splitlines()[-1]
+    assert row == ("| a | 76.5 | 0.600 ± 0.141 | 35.0 ± 0.0 (4) | 30.5 ± 0.7 | 45.0 ± 0.0 (4) | 40.5 ± 0.7 | 35.0 ± 0.0 (4) | 1.00 ± 0.00 | 2.8 ± 0.4 | 0.0036 | 2 | 0.001 |")
+
+
 def test_a_search_for_the_lowest_loss():
     cell, metric = dict(CELL, name="a"), reproduce.METRICS["train_lm.py"]
     results = Recorded({})
@@ -144,10 +159,10 @@ def test_the_readmes_commands_parse():
 
 @pytest.mark.parametrize("script, flags", [c for c in train_commands() if "--preset" not in c[1]], ids=lambda c: c if isinstance(c, str) else " ".join(c))
 def test_the_readmes_training_commands_run(script, flags, tmp_path, capsys):
-    short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--eval-tokens", "2048", "--sample-tokens", "5"]}[script]
+    short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--eval-tokens", "2048", "--sample-tokens", "5"],
+             "train_mae.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"], "train_sit.py": ["--steps", "2", "--samples", "4", "--sample-steps", "2"]}[script]
     SCRIPTS[script].main([*flags, *short, "--warmup", "0", "--out", str(tmp_path), "--threads", "1"])
-    last = {"train_vit.py": r"^val top-1 \d+\.\d %$", "train_lm.py": r"^val loss \d+\.\d{4}$"}[script]
-    assert re.search(last, capsys.readouterr().out.splitlines()[-1])
+    assert re.search(r"^val top-1 \d+\.\d %$" if script == "train_vit.py" else r"^val loss \d+\.\d{4}$", capsys.readouterr().out.splitlines()[-1])
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
