@@ -141,6 +141,20 @@ def shortcut_weights(shortcut, depth, alpha_min=1.0, schedule="linear", decay_on
     return [1 - t * (1 - alpha_min) if i % 2 in kept else 1.0 for i, t in enumerate(fall)]
 
 
+def encoder_weights(shortcut, depth, alpha_min, schedule, decay_on, scaling, learn_alphas):
+    """(`shortcut_weights`, gain of the branches) of an encoder, scaling included. Raises ValueError for what does not go together.
+
+    scaling: "both" is x <- sqrt(.5) (x + f(x)), "branch" is x + sqrt(.5) f(x) (ablations of paper 3); "none" is a x + f(x)."""
+    if scaling not in ("none", "both", "branch"):
+        raise ValueError(f"scaling {scaling!r} is unknown: use none, both or branch")
+    alphas = shortcut_weights(shortcut, depth, alpha_min, schedule, decay_on)
+    if scaling != "none" and set(alphas) != {1.0}:
+        raise ValueError(f"scaling {scaling!r} is an ablation of the plain shortcut: use shortcut residual, or alpha_min 1")
+    if learn_alphas and (shortcut == "skipless" or scaling != "none"):
+        raise ValueError("only the weights of a shortcut that is there, and not scaled, can be learned: leave learn_alphas out")
+    return [math.sqrt(.5)] * len(alphas) if scaling == "both" else alphas, 1.0 if scaling == "none" else math.sqrt(.5)
+
+
 def alpha_min_for(alpha_eff, depth, schedule="linear", decay_on="both"):
     """The alpha_min whose alpha_eff = product of all shortcut weights, the share of x_0 in the last block's output, is the one wanted.
 
@@ -233,12 +247,14 @@ class ViT(nn.Module):
 
     pool: "token" (class token after the final norm) or "mean" (mean of the patch tokens, then `fc_norm`; timm calls it "avg").
     num_classes = 0 makes the head the identity. Images of another size are allowed: the position embedding is interpolated.
+    shortcut, alpha_min, schedule, decay_on, scaling, learn_alphas: as in `MAE`, so that every encoder of its can be carried on.
     Raises ValueError for an image size that the patches do not tile, and for drop path without shortcut.
     """
     prefix_tokens = 1                                            # tokens before the patches: the class token
 
     def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000, embed_dim=768, depth=12, num_heads=12, mlp_ratio=4.0,
-                 shortcut="residual", alpha_min=1.0, temperature_beta=1.0, drop_path=0.0, pool="token"):
+                 shortcut="residual", alpha_min=1.0, temperature_beta=1.0, drop_path=0.0, pool="token", schedule="linear", decay_on="both",
+                 scaling="none", learn_alphas=False):
         super().__init__()
         pool = "mean" if pool == "avg" else pool
         if pool not in ("token", "mean"):
@@ -247,11 +263,11 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid[0] * self.grid[1], embed_dim))
-        alphas = shortcut_weights(shortcut, depth, alpha_min)
+        alphas, gain = encoder_weights(shortcut, depth, alpha_min, schedule, decay_on, scaling, learn_alphas)
         check_drop_path(drop_path, alphas)
         self.blocks = nn.Sequential(*[
             Block(embed_dim, num_heads, mlp_ratio, alphas=(alphas[2 * l], alphas[2 * l + 1]), temperature=temperature_beta ** -l,
-                  drop_path=drop_path * l / max(1, depth - 1)) for l in range(depth)])        # stochastic depth grows linearly
+                  drop_path=drop_path * l / max(1, depth - 1), gain=gain, learn_alphas=learn_alphas) for l in range(depth)])  # stochastic depth grows linearly
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6) if pool == "token" else nn.Identity()
         self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if pool == "mean" else nn.Identity()
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
@@ -421,9 +437,8 @@ class MAE(nn.Module):
     and positions, and all that it knows of the image comes through the skips. Without them: the usual decoder of embedded latents and mask tokens.
     zero_init: the last weight of every branch, skip and of the pixel head starts at zero, so at step 0 a block is its shortcut alone.
     encoder_norm: final LayerNorm of the encoder; None means only without long skips, as in the published nets.
-    shortcut, schedule, decay_on: see `shortcut_weights`; learn_alphas makes the weights parameters that start there. A skipless encoder's branches
-    never start at zero; give it an init with `init.init_skipless_vit`.
-    scaling: "both" is x <- sqrt(.5) (x + f(x)), "branch" is x + sqrt(.5) f(x) (ablations of paper 3); "none" the rule above. Decoder blocks are residual.
+    shortcut, schedule, decay_on: see `shortcut_weights`; scaling: see `encoder_weights`; learn_alphas makes the weights parameters that start there.
+    A skipless encoder's branches never start at zero; give it an init with `init.init_skipless_vit`. Decoder blocks are residual.
     MAE(alpha_min=1, long_skips=False, zero_init=False) is the original. norm_pix_loss: targets are normalised per patch.
     Raises ValueError for sizes that do not fit.
     """
@@ -436,16 +451,7 @@ class MAE(nn.Module):
         if long_skips and (depth % 2 or decoder_depth < depth // 2):
             raise ValueError(f"long skips pair every second of {depth} encoder blocks with one of {decoder_depth} decoder blocks: "
                              f"make depth even and decoder_depth at least half of it, or leave the skips out")
-        if scaling not in ("none", "both", "branch"):
-            raise ValueError(f"scaling {scaling!r} is unknown: use none, both or branch")
-        alphas = shortcut_weights(shortcut, depth, alpha_min, schedule, decay_on)
-        if scaling != "none" and set(alphas) != {1.0}:
-            raise ValueError(f"scaling {scaling!r} is an ablation of the plain shortcut: use shortcut residual, or alpha_min 1")
-        if learn_alphas and (shortcut == "skipless" or scaling != "none"):
-            raise ValueError("only the weights of a shortcut that is there, and not scaled, can be learned: leave learn_alphas out")
-        if scaling == "both":
-            alphas = [math.sqrt(.5)] * len(alphas)
-        gain = 1.0 if scaling == "none" else math.sqrt(.5)
+        alphas, gain = encoder_weights(shortcut, depth, alpha_min, schedule, decay_on, scaling, learn_alphas)
         self.grid, self.patch_size, self.shortcut, self.norm_pix_loss = check_patches(img_size, img_size, patch_size), patch_size, shortcut, norm_pix_loss
         # encoder
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
@@ -471,7 +477,7 @@ class MAE(nn.Module):
     @property
     def alpha_eff(self):
         """Product of the encoder's shortcut weights: the share of the embedding that reaches the last block unchanged (0 without shortcuts)."""
-        return math.prod(float(a) for block in self.blocks for a in block.alphas)
+        return math.prod(float(getattr(a, "data", a)) for block in self.blocks for a in block.alphas)
 
     def embed(self, x, kept=None):
         """Images (B, C, Y, X) -> tokens (B, 1 + N, D), class token first; with kept (B, n) only those patches."""
@@ -494,15 +500,18 @@ class MAE(nn.Module):
         """Images -> tokens (B, 1 + N, D) of the whole image after the last block and the final norm, where there is one."""
         return self.norm(self.blocks(self.embed(x)))
 
-    def decode(self, states, restore):
-        """Encoder tokens of the kept patches after the embedding and each block (a list), restore (B, N) -> predicted patches (B, N, p * p * C)."""
+    def decode(self, states, restore, grid):
+        """Encoder tokens of the kept patches after the embedding and each block (a list), restore (B, N) and the image's grid of patches
+        (rows, columns) -> predicted patches (B, N, p * p * C)."""
+        pos = resize_pos_embed(self.decoder_pos_embed, self.grid, grid)
+        last = self.norm(states[-1])
         if self.skips:
-            x = torch.cat([self.decoder_cls_token, self.decoder_pos_embed[:, 1:]], dim=1)
+            x = torch.cat([self.decoder_cls_token, pos[:, 1:]], dim=1)
             x = self.decoder_embed(x).expand(len(restore), -1, -1)
         else:
-            x = self.decoder_embed(self.norm(states[-1]))
-            x = torch.cat([x[:, :1], unshuffle(x[:, 1:], self.mask_token, restore)], dim=1) + self.decoder_pos_embed
-        sources = states[::-2]                                   # after the last block, the last but two, ...: one per skip, then none
+            x = self.decoder_embed(last)
+            x = torch.cat([x[:, :1], unshuffle(x[:, 1:], self.mask_token, restore)], dim=1) + pos
+        sources = [last, *states[-3::-2]]                        # after the last block, the last but two, ...: one per skip, then none
         for i, block in enumerate(self.decoder_blocks):
             if i < len(self.skips):
                 x = self.skips[i](x, sources[i], restore)
@@ -520,10 +529,11 @@ class MAE(nn.Module):
 
         loss: squared error of the (normalised) pixels, mean over the pixels of the removed patches only. noise (B, N) uniform decides which
         are removed (`random_masking`); None draws it. Raises ValueError for a mask ratio that keeps or removes nothing."""
+        grid = check_patches(*x.shape[-2:], self.patch_size)
         if noise is None:
-            noise = torch.rand(len(x), math.prod(check_patches(*x.shape[-2:], self.patch_size)), device=x.device)
+            noise = torch.rand(len(x), math.prod(grid), device=x.device)
         kept, mask, restore = random_masking(noise, mask_ratio)
-        prediction = self.decode(list(self.layers(x, kept)), restore)
+        prediction = self.decode(list(self.layers(x, kept)), restore, grid)
         target = patchify(x, self.patch_size)
         mean, std = self.patch_statistics(target)
         error = (prediction.float() - (target - mean) / std).square().mean(-1)       # float32: half precision overflows late in long runs

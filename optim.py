@@ -448,19 +448,39 @@ def is_token(name: str) -> bool:
     return "token" in name or "pos_embed" in name
 
 
-def build_optimizer(model, name: str, lr: float, weight_decay: float, aux_lr: float | None = None, aux_betas=(.9, .999), **options) -> Optimizers:
+def by_layer(group: dict, depth: int, decay: float, lr: float) -> list[dict]:
+    """The group, or where decay is below 1 one group per layer i = 0 (embeddings, positions, tokens), 1 .. depth (blocks), depth + 1 (head, final norm):
+    lr_scale times decay ** (depth + 1 - i), as in MAE and BEiT."""
+    if decay == 1:
+        return [group]
+    layers = {}
+    for key, p in group["params"]:
+        first, _, rest = key.partition(".")
+        i = 1 + int(rest.partition(".")[0]) if first == "blocks" else 0 if first in ("patch_embed", "token_embed", "cls_token", "pos_embed") else depth + 1
+        layers.setdefault(i, []).append((key, p))
+    scales = {i: group["lr_scale"] * decay ** (depth + 1 - i) for i in sorted(layers)}
+    return [{**group, "params": layers[i], "layer": i, "lr_scale": scale, "lr": lr * scale} for i, scale in scales.items()]
+
+
+def build_optimizer(model, name: str, lr: float, weight_decay: float, aux_lr: float | None = None, aux_betas=(.9, .999), layer_decay: float = 1.0,
+                    **options) -> Optimizers:
     """The optimizer `name` ("adamw", "soap", "kl-shampoo", "muon") for a model.
 
     Weights of rank >= 2 inside `blocks.` (attention and MLP, decoder blocks included) go to the matrix optimizer with `options`. Everything
     else (patch and token embedding, positions, tokens, head, norms, biases) goes to AdamW with `aux_lr` (default: lr) and `aux_betas`.
     For "adamw" all parameters go to AdamW with lr and `options`; aux_lr has no meaning then. Vectors, biases, tokens and positions never decay.
     For Muon adjust_lr_fn is "match_rms_adamw" unless given, since then one lr serves both parts.
+    layer_decay below 1, for fine-tuning: each layer learns that much more slowly than the one above it, and has groups of its own (`by_layer`).
 
-    A schedule sets `g["lr"] = lr_t * g["lr_scale"]` for g in param_groups; lr_scale is aux_lr / lr for AdamW's groups beside a matrix optimizer, else 1.
+    A schedule sets `g["lr"] = lr_t * g["lr_scale"]` for g in param_groups; lr_scale is aux_lr / lr for AdamW's groups beside a matrix optimizer, else 1,
+    times the layer's share.
     """
     require(name == "adamw" or name in MATRIX_OPTIMIZERS, f"There is no optimizer {name!r}: choose adamw, {', '.join(MATRIX_OPTIMIZERS)}.")
     require(lr > 0, f"lr must be above 0, not {lr}.")
     require(aux_lr is None or aux_lr > 0, f"aux_lr must be above 0, not {aux_lr}.")
+    require(0 < layer_decay <= 1, f"layer_decay must be above 0 and at most 1, not {layer_decay}.")
+    depth = len(getattr(model, "blocks", ()))
+    require(layer_decay == 1 or depth > 0, "layer_decay counts the model's `blocks`, and it has none: leave it at 1.")
     matrix, decay, still = [], [], []
     for key, p in model.named_parameters():
         if p.requires_grad:
@@ -470,18 +490,21 @@ def build_optimizer(model, name: str, lr: float, weight_decay: float, aux_lr: fl
     alone = name == "adamw"
     require(alone or matrix, f"The model has no trainable weight matrix inside `blocks.`, so there is nothing for {name!r} to do: choose adamw.")
 
+    def layered(groups):
+        return [layer for group in groups for layer in by_layer(group, depth, layer_decay, lr)]
+
     parts = []
     if not alone:
         if name == "muon":
             options.setdefault("adjust_lr_fn", "match_rms_adamw")
         group = {"params": matrix, "name": "matrix", "lr_scale": 1.0}
-        parts.append(MATRIX_OPTIMIZERS[name]([group], lr=lr, weight_decay=weight_decay, **options))
+        parts.append(MATRIX_OPTIMIZERS[name](layered([group]), lr=lr, weight_decay=weight_decay, **options))
     scale = 1.0 if alone or aux_lr is None else aux_lr / lr
     prefix = "" if alone else "aux_"
     groups = [{"params": params, "name": prefix + label, "lr_scale": scale, "weight_decay": wd}
               for params, label, wd in ((decay, "decay", weight_decay), (still, "no_decay", 0.0)) if params]
     if groups:
-        parts.append(torch.optim.AdamW(groups, lr=lr * scale, **{"betas": aux_betas, "fused": True, **(options if alone else {})}))      # fused: one pass over memory
+        parts.append(torch.optim.AdamW(layered(groups), lr=lr * scale, **{"betas": aux_betas, "fused": True, **(options if alone else {})}))      # fused: one pass over memory
     return Optimizers(name, parts)
 
 
@@ -489,13 +512,27 @@ def describe(optimizer) -> str:
     """A few lines: tensors and parameters per group, and which sides of which matrices are preconditioned."""
     lines = []
     for part in getattr(optimizer, "parts", [optimizer]):
-        for i, group in enumerate(part.param_groups):
+        for group in merge_layers(part.param_groups):
             count = sum(p.numel() for p in group["params"])
-            lines.append(f"{type(part).__name__} {group.get('name', i)}: {len(group['params'])} tensors, {count:,} parameters, "
-                         f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}")
+            lines.append(f"{type(part).__name__} {group['name']}: {len(group['params'])} tensors, {count:,} parameters, "
+                         f"lr {group['lr']}, weight decay {group['weight_decay']:g}")
             if isinstance(part, (SOAP, KLShampoo)):
                 lines += ["  " + line for line in describe_sides(part, group)]
     return "\n".join(lines)
+
+
+def merge_layers(groups: list[dict]) -> list[dict]:
+    """The groups as `describe` prints them: those that `by_layer` split are one again, lr is a text, and a group without a name has its number."""
+    named = {}
+    for i, group in enumerate(groups):
+        named.setdefault(group["name"] if "layer" in group else i, []).append(group)
+    merged = []
+    for i, parts in named.items():
+        lrs = sorted(g["lr"] for g in parts)
+        lr = f"{lrs[0]:g}" if len(parts) == 1 else f"{lrs[0]:.3g} to {lrs[-1]:.3g} in {len(parts)} layers"
+        whole = {key: [x for g in parts for x in g[key]] for key in ("params", "param_names") if key in parts[0]}
+        merged.append({**parts[0], **whole, "lr": lr, "name": parts[0].get("name", i)})
+    return merged
 
 
 def describe_sides(part: MatrixOptimizer, group: dict) -> list[str]:

@@ -190,7 +190,7 @@ def probe(out):
         done = python(f"probe.py layers --ckpt {out} --data {name} --k 20 --linear {linear} --cache {out}/features", out)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        rows = json.loads(Path(out, "probe.json").read_text())["checkpoints"][0]["layers"]
+        rows = [r for r in json.loads(Path(out, "probe.json").read_text())["checkpoints"][0]["layers"] if r["layer"] != "final norm"]
         probed[name] = dict(knn=[100 * r["knn"]["20"] for r in rows], linear=[100 * r["linear"] for r in rows],
                             effective_rank=[r["effective_rank"] for r in rows], norm=[r["norm"] for r in rows])
     return dict(probed=probed)
@@ -311,7 +311,7 @@ def lm_table(claim, results, seeds):
 
 def by_layer(runs, data, measure):
     """Mean over runs of a measure of probe.py by layer, a list; and the list over runs of those lists. Layer 0 is the embedding."""
-    curves = [r["probed"][data][measure][:13] for r in runs]
+    curves = [r["probed"][data][measure] for r in runs]
     return [statistics.mean(v) for v in zip(*curves)], curves
 
 

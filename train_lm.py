@@ -72,7 +72,7 @@ def get_args(argv=None):
     add("--block-size", type=number(int, low=1), help="context, tokens")
     add("--shortcut", choices=["residual", "skipless", "decayed"], default="residual", help="x + f(x), f(x), or a x + f(x) with a falling to --alpha-min")
     add("--skipless", dest="shortcut", action="store_const", const="skipless", default=argparse.SUPPRESS, help="same as --shortcut skipless: residual-free")
-    add("--alpha-min", type=number(float, low=0, high=1), default=None, help="weight of the last shortcut, which --shortcut decayed needs (paper 3: 0.6 to 0.7)")
+    add("--alpha-min", type=number(float, low=0, high=1), default=None, help="weight of the last shortcut, which --shortcut decayed needs (paper 3: 0.6 to 0.7); None is 1, for the others")
     add("--temperature-beta", type=number(float, low=0.1, high=10), default=None,
         help="attention temperature beta ** -layer, layers from 0; 1 is off; None is the preset's: 1, but 1.1 for a skipless net of the paper")
     add("--attention-scale", choices=["head", "model"], default="head", help="logits over the square root of the head's dimension, or of the width")

@@ -30,8 +30,9 @@ import data
 import flow
 import latents
 import optim
+import probe
 import runtime
-from model import SIT_SIZES, SIZES, UVIT_SIZES, SiT, UViT, ViT, alpha_min_for
+from model import SIT_SIZES, UVIT_SIZES, SiT, UViT, ViT, alpha_min_for
 from runtime import BadInput
 
 PRESETS = {
@@ -249,17 +250,16 @@ def describe_samples(args, ema):
 
 def load_vit(path, in_chans):
     """(ViT without head, transform of uint8 images) of a train_vit.py checkpoint: what --frechet measures with. Raises BadInput for any other file."""
-    saved = runtime.load_checkpoint(path)
-    made = saved["args"]
-    if "kind" in made or "pool" not in made:
+    try:
+        vit, made = probe.load_model(path)
+    except BadInput as error:
+        raise BadInput(str(error).replace("--ckpt", "--frechet")) from error
+    if not isinstance(vit, ViT):
         raise BadInput(f"--frechet {path} was not written by train_vit.py: pass a checkpoint of it")
     if made["in_chans"] != in_chans:
         raise BadInput(f"--frechet {path} reads images of {made['in_chans']} channels and the samples have {in_chans}: pass a net trained on such images")
-    vit = ViT(made["img_size"], made["patch_size"], made["in_chans"], made["classes"], shortcut=made["shortcut"], alpha_min=made["alpha_min"],
-              temperature_beta=made["temperature_beta"], pool=made["pool"], **dict(SIZES[made["size"]], depth=made["depth"]))
-    vit.load_state_dict(saved["ema"] or saved["model"])
     vit.head = torch.nn.Identity()
-    return vit.eval(), data.eval_transform(data.load_images(made["data"]), made["img_size"])
+    return vit, data.eval_transform(data.load_images(made["data"]), made["img_size"])
 
 
 @torch.no_grad()

@@ -8,14 +8,20 @@ On a laptop: embedded MNIST digits (4,000 + 1,000), 12 layers, 1.35 M parameters
 
 The paper's ViT-B/16 on ImageNet-1k, 8 GPUs (paper: residual AdamW 80.3, skipless + init + SOAP 80.8 % top-1):
     torchrun --nproc_per_node=8 train_vit.py --preset paper --data /path/to/imagenet --skipless --opt soap
+
+Fine-tuning of a pretrained encoder (train_mae.py's, or one of these), whose shortcuts, size and data it takes over; on a laptop, and MAE's recipe:
+    python train_vit.py --finetune out/mae-nano-decayed0.6-adamw-seed0/ckpt.pt --pool mean --layer-decay 0.65 --lr 1e-3
+    torchrun --nproc_per_node=8 train_vit.py --preset finetune --finetune out/mae/ckpt.pt --data /path/to/imagenet
 """
 import argparse
 import copy
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -24,7 +30,7 @@ import data
 import init
 import optim
 import runtime
-from model import SIZES, ViT
+from model import SIZES, ViT, resize_pos_embed
 from runtime import BadInput
 
 PRESETS = {
@@ -44,16 +50,25 @@ PRESETS = {
             "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}},
         betas=dict(soap=(0.9, 0.95)), weight_decay=0.3, clip=1.0, precondition_frequency=10,
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
+    # MAE's fine-tuning of ViT-B: lr 5e-4 * 1024 / 256, mean pooling, no clipping. Assumed: the lrs without shortcuts and of other optimizers than AdamW.
+    "finetune": dict(
+        data=None, pool="mean", epochs=100, batch_size=1024, warmup=5.0, skipless_init="default", weight_decay=0.05, layer_decay=0.65, drop_path=0.1, clip=0.0,
+        lr={"residual": {"adamw": 2e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3},
+            "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}},
+        betas=dict(soap=(0.9, 0.95)), precondition_frequency=10, augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
 }
+# What defines an encoder and comes out of its checkpoint with --finetune; the values are for checkpoints that do not say.
+ENCODER = dict(size=None, depth=None, patch_size=None, shortcut=None, alpha_min=1.0, temperature_beta=1.0, schedule="linear", decay_on="both", scaling="none",
+               learn_alphas=False)
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
-FIXED = ("size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "init", "alpha", "beta", "c", "cancel_mean", "mlp_gain",
-         "opt", "betas", "weight_decay", "precondition_frequency", "batch_size", "seed", "holdout")
+FIXED = ("finetune", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "init", "alpha", "beta", "c", "cancel_mean", "mlp_gain",
+         "opt", "betas", "weight_decay", "layer_decay", "precondition_frequency", "batch_size", "seed", "holdout")
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch",
         "train_images", "classes", "in_chans")
 
 
 def get_args(argv=None):
-    """Two passes: the first finds the preset, whose values then become the defaults that --help shows and flags win over."""
+    """Two passes: the first finds the preset, whose values then become the defaults that --help shows and flags win over; a third for --finetune."""
     number = runtime.number
     presets = runtime.Parser(add_help=False)
     presets.add_argument("--preset", choices=list(PRESETS), default="laptop", help="a dict of defaults at the top of this file")
@@ -61,6 +76,8 @@ def get_args(argv=None):
     parser = runtime.Parser(description=__doc__, parents=[presets])
 
     add = parser.add_argument_group("model").add_argument
+    add("--finetune", default=None, metavar="CKPT", help="start from the encoder of this checkpoint of train_mae.py or train_vit.py (its averaged weights, if it has "
+        "some); size, patches and shortcuts are its own, data and image size too unless given")
     add("--size", choices=list(SIZES), help="embedding width, depth and heads")
     add("--depth", type=number(int, low=1), help="number of blocks; None is the size's own")
     add("--img-size", type=number(int, low=1), help="side of the square images, pixels")
@@ -68,9 +85,10 @@ def get_args(argv=None):
     add("--pool", choices=["token", "mean"], help="what the head reads: the class token, or the mean of the patch tokens")
     add("--shortcut", choices=["residual", "skipless", "decayed"], default="residual", help="x + f(x), f(x), or a x + f(x) with a falling to --alpha-min")
     add("--skipless", dest="shortcut", action="store_const", const="skipless", default=argparse.SUPPRESS, help="same as --shortcut skipless")
-    add("--alpha-min", type=number(float, low=0, high=1), default=None, help="weight of the last shortcut, which --shortcut decayed needs (paper 3: 0.6 to 0.7)")
+    add("--alpha-min", type=number(float, low=0, high=1), default=None, help="weight of the last shortcut, which --shortcut decayed needs (paper 3: 0.6 to 0.7); None is 1, for the others")
     add("--temperature-beta", type=number(float, low=0.1, high=10), default=1.0, help="attention temperature beta ** -layer (paper 2); 1 is off")
-    add("--drop-path", type=number(float, low=0, below=1), default=0.0, help="stochastic depth of the last block, growing from 0; needs a shortcut")
+    add("--drop-path", type=number(float, low=0, below=1), default=None,
+        help=f"stochastic depth of the last block, growing from 0; needs a shortcut; None is {PRESETS[preset].get('drop_path', 0)}, without shortcuts 0")
 
     add = parser.add_argument_group("initialisation").add_argument
     add("--init", choices=["auto", "default", "paper", "skipless"], default=None,
@@ -86,6 +104,7 @@ def get_args(argv=None):
     add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes the rest")
     add("--lr", type=number(float, above=0, high=1e30), default=None, help=f"peak learning rate; None is the preset's, by shortcut and optimizer: {PRESETS[preset]['lr']}")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms, position embedding and class token")
+    add("--layer-decay", type=number(float, above=0, high=1), default=1.0, help="each layer learns this much more slowly than the one above it, the head in full; 1 is off")
     add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"),
         help=f"momenta; None is the preset's, by optimizer: {PRESETS[preset]['betas']}, or the optimizer's own")
     add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
@@ -105,12 +124,21 @@ def get_args(argv=None):
     add("--label-smoothing", type=number(float, low=0, high=1), help="share of the target spread over all classes")
     runtime.add_run_flags(parser)
 
-    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "betas", "skipless_init")})
+    parser.set_defaults(schedule="linear", decay_on="both", scaling="none", learn_alphas=False)          # no flags: only a pretrained encoder has others
+    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "betas", "skipless_init", "drop_path")})
     args = parser.parse_args(argv)
+    if args.finetune:
+        parser.set_defaults(**dict.fromkeys([*ENCODER, "img_size", "data"]))     # None is now what no flag says
+        args = parser.parse_args(argv)
+        adopt_encoder(args)
+    elif preset == "finetune":
+        raise BadInput("--preset finetune needs --finetune, the checkpoint to start from")
     if args.data is None:
         raise BadInput(f"--preset {preset} needs --data: a folder with train/<class>/ and val/<class>/")
     if args.lr is None:
         args.lr = PRESETS[preset]["lr"]["skipless" if args.shortcut == "skipless" else "residual"][args.opt]
+    if args.drop_path is None:
+        args.drop_path = 0.0 if args.shortcut == "skipless" else PRESETS[preset].get("drop_path", 0.0)
     args.betas = list(args.betas or PRESETS[preset]["betas"].get(args.opt, ())) or None
     if args.betas and args.opt == "muon":
         raise BadInput("--betas has no meaning for --opt muon, which has one momentum: leave it out")
@@ -123,6 +151,62 @@ def get_args(argv=None):
         args.out = f"out/vit-{args.size}{depth}-{args.shortcut}-{args.init}-{args.opt}-seed{args.seed}"
     args.depth = args.depth or SIZES[args.size]["depth"]         # so that a resume with the depth spelt out is the same run
     return args
+
+
+def read_pretrained(path):
+    """The checkpoint with the encoder to fine-tune. Raises BadInput for a file that is missing, damaged, or holds another kind of model."""
+    remedy = "give the ckpt.pt of a run of train_mae.py or train_vit.py"
+    if not Path(path).is_file():
+        raise BadInput(f"--finetune {path} is not a file: {remedy}")
+    try:
+        checkpoint = runtime.load_checkpoint(path)
+    except BadInput as error:
+        raise BadInput(f"--finetune {path} is not a whole checkpoint: {remedy}") from error
+    if checkpoint["args"].get("kind", "vit") not in ("mae", "vit") or not {"train_images", "patch_size"} <= set(checkpoint["args"]):
+        what = "a language model" if "lm" in checkpoint["args"] else "another kind of model"
+        raise BadInput(f"--finetune {path} holds {what}, not an encoder of images: {remedy}")
+    return checkpoint
+
+
+def adopt_encoder(args):
+    """Fill in what defines the encoder from the checkpoint, and --data and --img-size where they were left out. Raises BadInput where a flag says otherwise.
+
+    A run that is resumed knows all of it from its own checkpoint and needs the pretrained one no more."""
+    args.out = args.out or f"out/vit-finetune-{Path(args.finetune).resolve().parent.name}-{args.opt}-seed{args.seed}"
+    ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "pool")
+    if ckpt.resolve() == Path(args.finetune).resolve():
+        raise BadInput(f"--finetune {args.finetune} lies in --out {args.out}, where it would be replaced: choose another --out")
+    made = saved["args"] if saved and saved["args"].get("finetune") == args.finetune else read_pretrained(args.finetune)["args"]
+    for key, default in ENCODER.items():
+        value, given = made.get(key, default), getattr(args, key)
+        if given not in (None, value):
+            flag = f"--{key.replace('_', '-')}"
+            raise BadInput(f"{flag} {given} contradicts --finetune {args.finetune}, an encoder with {flag} {value}: leave it out")
+        setattr(args, key, value)
+    for key in ("init", "alpha", "beta", "c", "cancel_mean", "mlp_gain"):
+        if getattr(args, key) is not None:
+            raise BadInput(f"--{key.replace('_', '-')} has no effect with --finetune, which brings its own weights: leave it out")
+    args.init, args.img_size, args.data = "pretrained", args.img_size or made["img_size"], args.data or made["data"]
+
+
+@torch.no_grad()
+def load_encoder(raw, path):
+    """Embeddings, positions (MAE's fixed ones become learned ones; another grid interpolates them), blocks and, where both have one, the norm
+    after them, from the checkpoint at `path` into the ViT `raw`. Returns a line that says what came and what is new. Raises BadInput where it does not fit."""
+    checkpoint = read_pretrained(path)
+    made, weights = checkpoint["args"], checkpoint["ema"] or checkpoint["model"]
+    if made["in_chans"] != raw.patch_embed.proj.in_channels:
+        raise BadInput(f"--finetune {path} saw images of {made['in_chans']} channels and --data has {raw.patch_embed.proj.in_channels}: choose another --data, "
+                       "or pretrain on it")
+    own, side = raw.state_dict(), made["img_size"] // made["patch_size"]
+    kept = {k: v for k, v in weights.items() if k in own and k.split(".")[0] in ("patch_embed", "cls_token", "pos_embed", "blocks", "norm")}
+    try:
+        kept["pos_embed"] = resize_pos_embed(kept["pos_embed"], (side, side), raw.grid)
+        missing = raw.load_state_dict(kept, strict=False).missing_keys
+    except (KeyError, RuntimeError) as error:
+        raise BadInput(f"--finetune {path} does not fit the models of this version ({' '.join(str(error).split())[:200]}): pretrain anew") from error
+    return (f"pretrained: {'averaged' if checkpoint['ema'] else 'last'} weights of {path} ({made.get('kind', 'vit')}, step {checkpoint['step']}); "
+            f"new: {', '.join(sorted({k.split('.')[0] for k in missing}))}")
 
 
 def resolve_init(args, skipless_init):
@@ -146,7 +230,11 @@ def build_model(args, images):
     size = dict(SIZES[args.size], depth=args.depth)
     try:
         raw = ViT(img_size=args.img_size, patch_size=args.patch_size, in_chans=images.in_chans, num_classes=len(images.classes), shortcut=args.shortcut,
-                  alpha_min=args.alpha_min, temperature_beta=args.temperature_beta, drop_path=args.drop_path, pool=args.pool, **size)
+                  alpha_min=args.alpha_min, temperature_beta=args.temperature_beta, drop_path=args.drop_path, pool=args.pool, schedule=args.schedule,
+                  decay_on=args.decay_on, scaling=args.scaling, learn_alphas=args.learn_alphas, **size)
+        if args.init == "pretrained":                            # by `load_encoder`, or by a resume
+            nn.init.trunc_normal_(raw.head.weight, std=2e-5)     # MAE's: the first logits are as good as zero
+            return raw, f"pretrained: {args.finetune}"
         if args.init == "default":
             return raw, "default: truncated normal, std .02"
         if args.init == "auto":
@@ -190,21 +278,23 @@ def main(argv=None):
     per_epoch = data.steps_per_epoch(len(images.train), args.batch_size)
     steps, warmup = max(1, round(args.epochs * per_epoch)), round(args.warmup * per_epoch)
     eval_every, save_every = args.eval_every or per_epoch, args.save_every or per_epoch
+    ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "pool")
     raw, init_line = build_model(args, images)
+    if args.finetune and not saved:
+        init_line = load_encoder(raw, args.finetune)
     raw.to(world.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
     options = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
     if args.betas:
         options["betas"] = tuple(args.betas)
-    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **options)
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, layer_decay=args.layer_decay, **options)
     train_tf, eval_tf = data.train_transform(images, args.img_size, args.augment), data.eval_transform(images, args.img_size)
     mix = data.mixer(len(images.classes), args.mixup, args.cutmix)
 
     # resume, before anything is written
-    ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "train_images")
     flags, step, best, top1, notes = dict(vars(args), train_images=len(images.train), classes=len(images.classes), in_chans=images.in_chans), 0, 0.0, None, []
     if saved:
-        notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
+        notes = runtime.check_resume(ckpt, {"finetune": None, "layer_decay": 1.0, **saved["args"]}, flags, FIXED, FREE)      # older ones lack the two
         runtime.check_same_data(ckpt, saved["args"], flags)
         raw.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

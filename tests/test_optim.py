@@ -724,3 +724,71 @@ def test_describe_names_the_sides():
     assert "SOAP matrix: 8 tensors, 1,536 parameters" in text and "AdamW aux_no_decay" in text
     assert "2 x (32, 8): both sides" in describe(build(Net(), "kl-shampoo"))
     assert "Adam" in describe(SOAP([nn.Parameter(torch.zeros(5))])) and "all 4 sides" in describe(SOAP([nn.Parameter(torch.zeros(2, 2, 2, 2))]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# layer decay
+
+SCALES = {"patch_embed": .125, "cls_token": .125, "pos_embed": .125, "blocks.0": .25, "blocks.1": .5, "norm": 1.0, "head": 1.0}       # .5 ** (2 + 1 - i)
+
+
+def scale_of(key):
+    return next(v for k, v in SCALES.items() if key.startswith(k + ".") or key == k)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_layer_has_its_lr(name):
+    """Two blocks, decay .5: the scales as counted by hand, times aux_lr's, in every group's lr too; kinds, weight decay and members are as without."""
+    model, aux = Net(), 1.0 if name == "adamw" else .1
+    opt = build_optimizer(model, name, 1e-2, .1, aux_lr=1e-3, layer_decay=.5)
+    plain = {g["name"]: g for g in build_optimizer(model, name, 1e-2, .1, aux_lr=1e-3).param_groups}
+    seen = {kind: set() for kind in plain}
+    for g in opt.param_groups:
+        for key in names(model, g):
+            scale = scale_of(key) * (1 if g["name"] == "matrix" else aux)
+            assert g["lr_scale"] == pytest.approx(scale, rel=1e-12) and g["lr"] == pytest.approx(1e-2 * scale, rel=1e-12), key
+        assert g["weight_decay"] == plain[g["name"]]["weight_decay"]
+        assert not seen[g["name"]] & names(model, g)
+        seen[g["name"]] |= names(model, g)
+    assert seen == {kind: names(model, g) for kind, g in plain.items()}
+
+
+def test_adam_moves_each_layer_by_its_share():
+    """Adam's first update without decay is lr times the gradient's sign, so each parameter's step tells its lr."""
+    model = Net()
+    opt = build_optimizer(model, "adamw", 1e-3, 0., layer_decay=.5)
+    before = {k: p.detach().clone() for k, p in model.named_parameters()}
+    model.fake_gradients(0)
+    opt.step()
+    for key, p in model.named_parameters():
+        assert (p - before[key]).abs().mean().item() == pytest.approx(1e-3 * scale_of(key), rel=1e-3), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_layer_decay_nothing_is_different(name):
+    """Groups, their order and the saved state's layout: old checkpoints must load."""
+    states = []
+    for options in ({}, {"layer_decay": 1.0}):
+        model = Net()
+        opt = build(model, name, **options)
+        model.fake_gradients(0)
+        opt.step()
+        states.append([part["param_groups"] for part in opt.state_dict()["parts"]])
+    assert states[0] == states[1]
+    assert [g["name"] for part in states[0] for g in part] == (["decay", "no_decay"] if name == "adamw" else ["matrix", "aux_decay", "aux_no_decay"])
+    assert all("layer" not in g for part in states[0] for g in part)
+
+
+def test_describe_does_not_list_the_layers():
+    plain, layered = (describe(build(Net(), "soap", **o)).splitlines() for o in ({}, {"layer_decay": .5}))
+    assert len(plain) == len(layered)
+    assert [line.split(", lr")[0] for line in plain] == [line.split(", lr")[0] for line in layered]      # tensors, parameters, sides: the same sums
+    assert "lr 0.0025 to 0.005 in 2 layers" in layered[0] and "lr 0.01," in plain[0]
+
+
+@pytest.mark.parametrize("decay", [0., -1., 1.5])
+def test_a_layer_decay_out_of_range(decay):
+    with pytest.raises(ValueError, match="layer_decay"):
+        build(Net(), "adamw", layer_decay=decay)
+    with pytest.raises(ValueError, match="blocks"):
+        build(nn.Linear(2, 2), "adamw", layer_decay=.5)

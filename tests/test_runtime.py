@@ -1,5 +1,6 @@
 """runtime.py: schedules, seeds, checkpoints, log, devices and messages, each against a value computed by hand or an event made to happen."""
 import copy
+import importlib
 import json
 import math
 import multiprocessing
@@ -18,15 +19,15 @@ import pytest
 import torch
 
 import runtime
-import train_vit
 from runtime import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(path.stem for path in ROOT.glob("train_*.py"))
 WORLD = runtime.World(0, 1, torch.device("cpu"), "test")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# processes, for this file and test_train_vit.py
+# processes, for this file and those of the train scripts
 
 def free_port():
     with socket.socket() as s:
@@ -34,10 +35,10 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def run_script(*flags, env=None, nproc=1, timeout=120):
-    """The train script as a person runs it, from the repository root; with nproc > 1 under torchrun. Returns exit code, stdout and stderr."""
+def run_script(*flags, script="train_vit.py", env=None, nproc=1, timeout=120):
+    """A train script as a person runs it, from the repository root; with nproc > 1 under torchrun. Returns exit code, stdout and stderr."""
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={nproc}", "--master-port", free_port()] if nproc > 1 else []
-    return subprocess.run([sys.executable, *torchrun, "train_vit.py", *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
+    return subprocess.run([sys.executable, *torchrun, script, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=timeout,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
 
 
@@ -47,7 +48,7 @@ def _server():
         return multiprocessing.get_context("spawn")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_vit", "matplotlib.pyplot"])
+    context.set_forkserver_preload([*SCRIPTS, "matplotlib.pyplot"])
     return context
 
 
@@ -406,7 +407,7 @@ def test_importing_does_nothing_else(tmp_path):
     names = sorted(p.stem for p in ROOT.glob("*.py"))
     script = f"""
 import os, random, signal, socket, sys, threading
-import numpy, torch
+import numpy, torch, torchvision.ops      # what these set is not ours
 def refuse(*a, **k): raise AssertionError("network")
 socket.socket.connect = socket.create_connection = refuse
 def state():
@@ -434,31 +435,51 @@ def test_help_needs_no_data_no_network_no_gpu(tmp_path):
     for source in ROOT.glob("*.py"):
         shutil.copy(source, tmp_path)
     before = sorted(p.name for p in tmp_path.iterdir())
-    cut = "import socket, runpy, sys\ndef refuse(*a, **k): raise AssertionError('network')\nsocket.socket.connect = refuse\n"
-    ran = subprocess.run([sys.executable, "-B", "-c", cut + "sys.argv = ['train_vit.py', '--help']\nrunpy.run_path('train_vit.py', run_name='__main__')"],
-                         cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120)
+    code = f"""
+import runpy, socket, sys
+def refuse(*a, **k): raise AssertionError("network")
+socket.socket.connect = socket.create_connection = refuse
+for name in {SCRIPTS}:
+    sys.argv = [name + ".py", "--help"]
+    try:
+        runpy.run_path(name + ".py", run_name="__main__")
+    except SystemExit as stop:
+        assert stop.code == 0, name
+"""
+    ran = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120)
     assert ran.returncode == 0 and ran.stderr == "", ran.stderr
-    assert "--skipless" in ran.stdout and train_vit.__doc__.splitlines()[0] in ran.stdout
+    assert ran.stdout.count("--skipless") >= len(SCRIPTS)
+    assert all(importlib.import_module(name).__doc__.splitlines()[0] in ran.stdout for name in SCRIPTS)
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("preset", list(train_vit.PRESETS))
-def test_help_shows_the_defaults_that_hold(monkeypatch, capsys, preset):
-    """Every "(default: x)" of --help is the value that a run without that flag gets, for each preset, and every flag has a help text."""
+DATA = {"train_lm": "sotu"}                                      # digits8x8 for all others
+MARKS = {"train_vit": ("img_size", "28", "224"), "train_lm": ("embed_dim", "128", "768"), "train_mae": ("decoder_dim", "64", "512"), "train_sit": ("size", "nano", "XL")}
+
+
+@pytest.mark.parametrize("preset", ["laptop", "paper"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_shows_the_defaults_that_hold(monkeypatch, capsys, name, preset):
+    """Every "(default: x)" of --help is the value that a run without that flag gets, for each preset; every flag has a help text; and where the default is
+    None, which stands for what other flags say, the text tells what."""
+    script = importlib.import_module(name)
     monkeypatch.setenv("COLUMNS", "1000")                        # no line is broken within a help text
     with pytest.raises(SystemExit) as stop:
-        train_vit.get_args(["--preset", preset, "--help"])
+        script.get_args(["--preset", preset, "--help"])
     assert stop.value.code == 0
-    shown = {}
+    shown, said = {}, {}
     for entry in re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]:
         found = re.match(r"--([\w-]+).*?\s{2,}(\S.*?)( \(default: (.*)\))?\n", entry + "\n", re.DOTALL)
         assert found, f"no help: {entry}"
         if found[3]:
-            shown[found[1].replace("-", "_")] = found[4]
-    args = vars(train_vit.get_args(["--preset", preset, "--data", "digits8x8"]))
-    assert set(args) == set(shown), set(args) ^ set(shown)
-    told = dict(args, preset="laptop", data=train_vit.PRESETS[preset]["data"])
-    for key in ("lr", "out", "depth", "init", "betas", "alpha_min", "alpha", "beta", "c", "cancel_mean", "mlp_gain"):
-        told[key] = None                                         # depends on other flags: the help says what it stands for
+            key = found[1].replace("-", "_")
+            shown[key], said[key] = found[4], found[2]
+    args = vars(script.get_args(["--preset", preset, "--data", DATA.get(name, "digits8x8")]))
+    assert set(shown) <= set(args)
+    told = {**{k: args[k] for k in shown}, "preset": "laptop", **{k: v for k, v in script.PRESETS[preset].items() if k in ("data", "tokenizer")}}
+    for key in told:
+        if shown[key] == "None" and "None" in said[key]:
+            told[key] = None
     assert shown == {k: str(v) for k, v in told.items()}
-    assert shown["img_size"] == {"laptop": "28", "paper": "224"}[preset]
+    key, *values = MARKS[name]
+    assert shown[key] == dict(zip(("laptop", "paper"), values))[preset]

@@ -1,15 +1,11 @@
 """train_lm.py as people use it: resumed, on one process and on two, compiled, with wrong input; and what it logs against independent computations."""
-import contextlib
 import copy
 import functools
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,7 +21,7 @@ import train_lm
 from model import LM
 from test_init import singular_values
 from test_runtime import ROOT, launch_ranks
-from test_train_vit import Stopped, assert_close, assert_same, contents, keys, load
+from test_train_vit import assert_close, assert_same, contents, keys, load, stop_at
 
 TINY = ["--threads", "1", "--device", "cpu", "--tokenizer", "bytes", "--embed-dim", "16", "--depth", "2", "--num-heads", "2", "--block-size", "16",
         "--batch-size", "8", "--steps", "8", "--warmup", "2", "--lr", "3e-3", "--eval-tokens", "160", "--eval-every", "4", "--save-every", "4",
@@ -74,23 +70,6 @@ def quick_script(argv):
     """For a process of its own."""
     quick()
     script(argv)
-
-
-def stop_at(step, argv):
-    """The run of argv, cut off in the middle of this step (None: never): the same on every rank."""
-    check = runtime.check_finite
-
-    def check_and_stop(window, world):
-        if window[-1][0] == step:
-            raise Stopped
-        return check(window, world)
-
-    runtime.check_finite = check_and_stop
-    try:
-        with contextlib.suppress(Stopped):
-            train_lm.main(argv)
-    finally:
-        runtime.check_finite = check
 
 
 @pytest.fixture(scope="module")
@@ -300,42 +279,6 @@ def test_paper_preset_asks_for_data(tmp_path, capsys):
     assert "--preset paper" in said and "--data" in said and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("preset", list(train_lm.PRESETS))
-def test_help_shows_the_defaults_that_hold(monkeypatch, capsys, preset):
-    """Every "(default: x)" of --help is the value that a run without that flag gets, for each preset, and every flag has a help text."""
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit) as stop:
-        train_lm.get_args(["--preset", preset, "--help"])
-    assert stop.value.code == 0
-    shown = {}
-    for entry in re.split(r"\n  (?=--)", capsys.readouterr().out)[1:]:
-        found = re.match(r"--([\w-]+).*?\s{2,}(\S.*?)( \(default: (.*)\))?\n", entry + "\n", re.DOTALL)
-        assert found, f"no help: {entry}"
-        if found[3]:
-            shown[found[1].replace("-", "_")] = found[4]
-    args = vars(train_lm.get_args(["--preset", preset, "--data", "sotu"]))
-    assert set(args) == set(shown), set(args) ^ set(shown)
-    told = dict(args, preset="laptop", **{k: train_lm.PRESETS[preset][k] for k in ("data", "tokenizer")})
-    for key in ("lr", "embed_lr", "out", "init", "betas", "alpha_min", "alpha_qk", "alpha_vo", "alpha_u", "alpha_d", "mlp_init", "center", "temperature_beta"):
-        if shown[key] == "None":                                 # depends on other flags: the help says what it stands for
-            told[key] = None
-    assert shown == {k: str(v) for k, v in told.items()}
-    assert shown["embed_dim"] == {"laptop": "128", "paper": "768"}[preset]
-
-
-def test_help_needs_no_data_and_no_network(tmp_path):
-    """The scripts alone, copied without data/, with no way out: --help answers and writes nothing."""
-    for source in ROOT.glob("*.py"):
-        shutil.copy(source, tmp_path)
-    before = sorted(p.name for p in tmp_path.iterdir())
-    cut = "import socket, runpy, sys\ndef refuse(*a, **k): raise AssertionError('network')\nsocket.socket.connect = refuse\n"
-    ran = subprocess.run([sys.executable, "-B", "-c", cut + "sys.argv = ['train_lm.py', '--help']\nrunpy.run_path('train_lm.py', run_name='__main__')"],
-                         cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, timeout=120)
-    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
-    assert "--skipless" in ran.stdout and train_lm.__doc__.splitlines()[0] in ran.stdout
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # isometry
 
@@ -385,7 +328,7 @@ def test_resume_is_exact_for_every_optimizer(tmp_path, flags):
     """Cut off two steps after a save and started again: the two steps' old lines go, and all that is left equals the run in one piece, to the bit."""
     flags = [*flags, "--ema", ".8", "--save-every", "3"]
     train(tmp_path / "whole", *flags)
-    stop_at(5, command(tmp_path / "cut", *flags))
+    stop_at(train_lm.main, 5, command(tmp_path / "cut", *flags))
     assert load(tmp_path / "cut")["step"] == 3 and rows(tmp_path / "cut")[-1]["step"] == 5
     train(tmp_path / "cut", *flags)
     assert load(tmp_path / "cut")["step"] == 8
@@ -414,7 +357,7 @@ def test_resume_says_where_it_goes_on(copied, capsys):
 def test_a_new_learning_rate_is_used_where_it_says_so(tmp_path, capsys):
     """What a resume notes as changed must change: with next to no rate for the embedding it stays where it was, and the blocks go on; and the other way round."""
     flags = ["--opt", "soap", "--embed-lr", ".01"]
-    stop_at(5, command(tmp_path / "run", *flags))
+    stop_at(train_lm.main, 5, command(tmp_path / "run", *flags))
     start = load(tmp_path / "run")["model"]
     for name, changed, still in (("embed", ["--embed-lr", "1e-12"], "token_embed.weight"), ("blocks", ["--lr", "1e-12"], "blocks.0.mlp.fc1.weight")):
         out = shutil.copytree(tmp_path / "run", tmp_path / name)
@@ -427,7 +370,7 @@ def test_a_new_learning_rate_is_used_where_it_says_so(tmp_path, capsys):
 def test_fresh_starts_over_at_once(copied, tmp_path):
     """--fresh: log and checkpoint of the old run are gone from the first step on, so that a cut-off fresh run cannot resume the old one."""
     out, flags = copied
-    stop_at(3, command(out, *flags, "--seed", "1", "--fresh"))
+    stop_at(train_lm.main, 3, command(out, *flags, "--seed", "1", "--fresh"))
     assert [r["step"] for r in rows(out)] == [1, 2, 3] and not (out / "ckpt.pt").exists()
     assert_same(train(out, *flags, "--seed", "1")["model"], train(tmp_path / "new", *flags, "--seed", "1")["model"])
 
@@ -435,7 +378,7 @@ def test_fresh_starts_over_at_once(copied, tmp_path):
 def test_a_text_may_move_but_not_change(tmp_path, story, capsys):
     """The same file elsewhere is noted; another is refused by name before anything is written."""
     out, moved, other = tmp_path / "run", tmp_path / "moved.txt", tmp_path / "other.txt"
-    stop_at(5, command(out, "--data", story))
+    stop_at(train_lm.main, 5, command(out, "--data", story))
     moved.write_bytes(story.read_bytes())
     other.write_bytes(story.read_bytes()[:30_000])
     before = contents(out)
@@ -477,7 +420,7 @@ def wide(argv, last=None):
         return raw.double(), *rest
 
     train_lm.build_model = build_wide
-    runtime.run(lambda: stop_at(last, argv))
+    runtime.run(lambda: stop_at(train_lm.main, last, argv))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from PIL import Image
 
 import data
 import runtime
+import train_mae
 import train_vit
 from test_runtime import launch, launch_ranks, run_script
 
@@ -53,8 +55,8 @@ class Stopped(BaseException):
     """Stands for a power cut."""
 
 
-def stop_at(step, argv):
-    """The run of argv, cut off in the middle of this step: the same on every rank."""
+def stop_at(main, step, argv):
+    """A train script's main(argv), cut off in the middle of this step (None: never): the same on every rank."""
     check = runtime.check_finite
 
     def check_and_stop(window, world):
@@ -65,7 +67,7 @@ def stop_at(step, argv):
     runtime.check_finite = check_and_stop
     try:
         with contextlib.suppress(Stopped):
-            train_vit.main(argv)
+            main(argv)
     finally:
         runtime.check_finite = check
 
@@ -175,7 +177,7 @@ def test_resume_is_exact_for_every_optimizer(tmp_path, flags):
     flags = [*flags, "--epochs", ".6", "--warmup", ".2", "--ema", ".8", "--cutmix", ".5", "--augment", "light", "--save-every", "5", "--log-every", "1",
              "--eval-every", "4"]
     train(tmp_path / "whole", *flags)
-    stop_at(8, command(tmp_path / "cut", *flags))
+    stop_at(train_vit.main, 8, command(tmp_path / "cut", *flags))
     assert load(tmp_path / "cut")["step"] == 5 and rows(tmp_path / "cut")[-1]["step"] == 8
     train(tmp_path / "cut", *flags)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
@@ -203,7 +205,7 @@ def test_resume_says_where_it_goes_on(copied, capsys):
 def test_fresh_starts_over_at_once(copied, tmp_path):
     """--fresh: log and checkpoint of the old run are gone from the first step on, so that a cut-off fresh run cannot resume the old one."""
     old = load(copied)
-    stop_at(3, command(copied, "--epochs", "1", "--fresh", "--seed", "1", "--log-every", "1"))
+    stop_at(train_vit.main, 3, command(copied, "--epochs", "1", "--fresh", "--seed", "1", "--log-every", "1"))
     assert [r["step"] for r in rows(copied)] == [1, 2, 3]
     again, new = (train(out, "--epochs", ".2", "--seed", "1", "--log-every", "1") for out in (copied, tmp_path / "new"))
     assert again["step"] == 4
@@ -249,7 +251,7 @@ def wide(argv, last=None):
         return raw, line
 
     train_vit.build_model = build_wide
-    runtime.run(lambda: stop_at(last, argv))
+    runtime.run(lambda: stop_at(train_vit.main, last, argv))
 
 
 @pytest.fixture(scope="module")
@@ -627,3 +629,161 @@ def test_it_learns_and_the_shortcut_matters(tmp_path):
     residual, skipless = (rows(tmp_path / name)[-1]["val_top1"] for name in ("residual", "skipless"))
     assert residual > 80
     assert skipless < 40
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fine-tuning
+
+def pretrained(folder, *flags, chans=1, ema=False):
+    """A checkpoint of train_mae.py with arbitrary weights, none of them zero, and its path. Returns (path, the MAE whose weights count)."""
+    args = train_mae.get_args(["--data", "digits8x8", "--img-size", "8", "--patch-size", "4", "--depth", "2", "--decoder-depth", "2", *flags])
+    images = replace(data.load_images(args.data), in_chans=chans)
+    raw, kwargs, _ = train_mae.build_model(args, images)
+    states = []
+    for _ in range(1 + ema):
+        with torch.no_grad():
+            for p in raw.parameters():
+                p.add_(torch.randn_like(p), alpha=.1)
+        states.append({k: v.clone() for k, v in raw.state_dict().items()})
+    flags = dict(vars(args), kind="mae", model=kwargs, train_images=len(images.train), classes=10, in_chans=chans)
+    return checkpoint(folder, args=flags, model=states[0], ema=states[1] if ema else None), raw.eval()
+
+
+def checkpoint(folder, **entries):
+    folder.mkdir(parents=True, exist_ok=True)
+    runtime.save_checkpoint(folder / "ckpt.pt", dict(dict(model={}, ema=None, optimizer={}, step=7, best=0.0, rng=torch.get_rng_state()), **entries))
+    return folder / "ckpt.pt"
+
+
+def start_from(path, *flags):
+    """(the ViT as a fine-tuning run of these flags would start with it, the run's args)."""
+    args = train_vit.get_args(["--finetune", str(path), "--out", str(path.parent / "none"), *flags])
+    images = data.load_images(args.data)
+    raw, _ = train_vit.build_model(args, images)
+    train_vit.load_encoder(raw, args.finetune)
+    return raw.eval(), args
+
+
+KINDS = [["--plain"], ["--alpha-min", ".6"], ["--alpha-eff", ".1"], ["--schedule", "cosine"], ["--schedule", "per-layer"], ["--decay-on", "attn"], ["--skipless"],
+         ["--learn-alphas"], ["--shortcut", "residual", "--scaling", "both"], ["--shortcut", "residual", "--scaling", "branch", "--no-long-skips"]]
+
+
+@pytest.mark.parametrize("flags", KINDS, ids=" ".join)
+def test_the_encoder_is_carried_on_exactly(tmp_path, flags):
+    """Whatever its shortcuts, the ViT's tokens after the embedding and after every block are the MAE's to the bit, at its image size and at another."""
+    path, mae = pretrained(tmp_path, *flags)
+    for size in (8, 12):
+        x = torch.randn(3, 1, size, size, generator=torch.Generator().manual_seed(1))
+        vit, _ = start_from(path, *(["--img-size", "12"] if size == 12 else []))
+        with torch.no_grad():
+            for layer, (a, b) in enumerate(zip(vit.layers(x), mae.layers(x), strict=True)):
+                assert torch.equal(a, b), (size, layer)
+    assert vit.pos_embed.shape[1] == 1 + 9 and vit.pos_embed.requires_grad
+
+
+@pytest.mark.parametrize("pool", ["token", "mean"])
+@pytest.mark.parametrize("norm", ["--encoder-norm", "--no-encoder-norm"])
+def test_averaged_weights_a_new_head_and_which_norm(tmp_path, pool, norm):
+    """EMA weights win over the last ones; head (std 2e-5) and mean pooling's norm are new; the class token's norm is the encoder's where it has one."""
+    path, average = pretrained(tmp_path, norm, ema=True)
+    vit, args = start_from(path, "--pool", pool)
+    assert torch.equal(vit.blocks[1].mlp.fc2.weight, average.blocks[1].mlp.fc2.weight)
+    assert not torch.equal(vit.blocks[1].mlp.fc2.weight, load(tmp_path)["model"]["blocks.1.mlp.fc2.weight"])
+    assert vit.head.weight.shape == (10, 96) and 1.8e-5 < vit.head.weight.std() < 2.2e-5 and not vit.head.bias.any()     # of 960 numbers: 2.3 % off at one sigma
+    if pool == "mean":
+        assert torch.equal(vit.fc_norm.weight, torch.ones(96)) and not vit.fc_norm.bias.any()
+    else:
+        expected = average.norm.weight if norm == "--encoder-norm" else torch.ones(96)
+        assert torch.equal(vit.norm.weight, expected)
+    assert (args.data, args.img_size, args.depth, args.drop_path) == ("digits8x8", 8, 2, 0)
+
+
+def test_a_supervised_encoder_too(finished, tmp_path):
+    """From a checkpoint of this script: its averaged features; data, size and patches come with it."""
+    path = Path(shutil.copytree(finished, tmp_path / "run")) / "ckpt.pt"
+    vit, args = start_from(path)
+    old, _ = train_vit.build_model(train_vit.get_args(command(tmp_path)), data.load_images("digits8x8"))
+    old.load_state_dict(load(finished)["ema"])
+    x = torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(vit.forward_features(x), old.eval().forward_features(x))
+        assert vit(x).abs().max() < .01
+    assert (args.data, args.size, args.patch_size, args.img_size) == ("digits8x8", "nano", 4, 8)
+
+
+FINETUNE = ["--threads", "1", "--device", "cpu", "--batch-size", "64", "--log-every", "1", "--epochs", ".4", "--warmup", ".2", "--save-every", "3"]
+
+
+@pytest.mark.parametrize("opt", ["adamw", "soap"])
+def test_a_fine_tuning_run_resumes_exactly_without_the_pretrained_file(tmp_path, opt, capsys):
+    """Cut off and started again after the pretrained checkpoint is gone: the run in one piece, to the bit. Each layer's lr is in the checkpoint."""
+    path, _ = pretrained(tmp_path / "mae", "--learn-alphas")
+    flags = [*FINETUNE, "--finetune", path, "--opt", opt, "--layer-decay", ".5", "--ema", ".8", "--pool", "mean", "--lr", "1e-3", "--drop-path", ".2"]
+    argv = lambda out: [str(a) for a in [*flags, "--out", tmp_path / out]]
+    train_vit.main(argv("whole"))
+    assert f"last weights of {path} (mae, step 7); new: fc_norm, head" in capsys.readouterr().out
+    stop_at(train_vit.main, 5, argv("cut"))
+    assert load(tmp_path / "cut")["step"] == 3
+    path.unlink()
+    train_vit.main(argv("cut"))
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    scales = {g["lr_scale"] for part in load(tmp_path / "cut")["optimizer"]["parts"] for g in part["param_groups"]}
+    assert scales == {.125, .25, .5, 1.0}
+    refused = sentence(capsys, [*argv("cut"), "--layer-decay", ".7"])
+    assert "--layer-decay 0.5" in refused and "--layer-decay 0.7" in refused
+    assert f"--finetune {path}" in sentence(capsys, [*TINY, "--out", tmp_path / "cut"])
+
+
+def test_no_fine_tuning_on_top_of_an_ordinary_run(copied, tmp_path, capsys):
+    """A run that began without --finetune is not silently continued with it, also where its checkpoint is too old to say; nor is a pretrained file overwritten."""
+    path, _ = pretrained(tmp_path / "mae")
+    old = load(copied)
+    for key in ("finetune", "layer_decay"):
+        del old["args"][key]
+    runtime.save_checkpoint(copied / "ckpt.pt", old)
+    train(copied, "--epochs", "1", "--ema", ".9", "--log-every", "10", "--eval-every", "11")             # still resumes as it was
+    before = contents(copied)
+    said = sentence(capsys, [*FINETUNE, "--finetune", path, "--out", copied])
+    assert "--finetune None" in said and f"--finetune {path}" in said
+    assert "lies in --out" in sentence(capsys, [*FINETUNE, "--finetune", copied / "ckpt.pt", "--out", copied])
+    assert "lies in --out" in sentence(capsys, [*FINETUNE, "--finetune", copied / "ckpt.pt", "--out", copied, "--fresh"])
+    assert "another train script" in sentence(capsys, [*FINETUNE, "--data", "digits8x8", "--out", tmp_path / "mae"])
+    assert contents(copied) == before
+
+
+def test_the_finetune_preset(tmp_path):
+    """MAE's recipe; drop path only where there is a shortcut; flags win."""
+    for name, flags in (("decayed", []), ("skipless", ["--skipless"])):
+        pretrained(tmp_path / name, *flags)
+    get = lambda name, *more: train_vit.get_args(["--preset", "finetune", "--finetune", str(tmp_path / name / "ckpt.pt"), *more])
+    args = get("decayed")
+    assert (args.lr, args.layer_decay, args.weight_decay, args.drop_path, args.epochs, args.batch_size, args.warmup) == (2e-3, .65, .05, .1, 100, 1024, 5)
+    assert (args.mixup, args.cutmix, args.label_smoothing, args.augment, args.pool, args.opt, args.clip) == (.8, 1, .1, "strong", "mean", "adamw", 0)
+    assert (args.shortcut, args.alpha_min, args.out) == ("decayed", .6, "out/vit-finetune-decayed-adamw-seed0")
+    skipless = get("skipless", "--data", "mnist5k", "--layer-decay", ".9")
+    assert (skipless.shortcut, skipless.drop_path, skipless.data, skipless.layer_decay) == ("skipless", 0, "mnist5k", .9)
+
+
+@pytest.mark.parametrize("make, flags, words", [
+    (lambda to: to / "nowhere", [], ["nowhere", "not a file"]),
+    (lambda to: to.parent, [], ["not a file"]),
+    (lambda to: checkpoint(to, args={"lm": {}, "patch_size": 1}), [], ["language model", "train_mae.py"]),
+    (lambda to: checkpoint(to, args={"kind": "sit", "train_images": 1, "patch_size": 2}), [], ["another kind of model", "train_mae.py"]),
+    (lambda to: picture(to / "ckpt.pt", b"not a checkpoint") or to / "ckpt.pt", [], ["not a whole checkpoint"]),
+    (lambda to: pretrained(to, chans=3)[0], [], ["3 channels", "--data has 1"]),
+    (lambda to: pretrained(to)[0], ["--depth", "3"], ["--depth 3", "--depth 2"]),
+    (lambda to: pretrained(to)[0], ["--skipless"], ["--shortcut skipless", "--shortcut decayed"]),
+    (lambda to: pretrained(to)[0], ["--alpha-min", ".7"], ["--alpha-min 0.7", "--alpha-min 0.6"]),
+    (lambda to: pretrained(to)[0], ["--size", "tiny"], ["--size tiny", "--size nano"]),
+    (lambda to: pretrained(to)[0], ["--init", "default"], ["--init"]),
+    (lambda to: pretrained(to)[0], ["--c", "2"], ["--c "]),
+    (lambda to: pretrained(to)[0], ["--img-size", "10"], ["patch size 4"]),
+    (lambda to: pretrained(to)[0], ["--layer-decay", "0"], ["--layer-decay"]),
+    (lambda to: pretrained(to, "--skipless")[0], ["--drop-path", ".1"], ["drop path"]),
+    (lambda to: "", ["--preset", "finetune"], ["--preset finetune needs --finetune"]),
+], ids=["missing", "folder", "lm", "sit", "damaged", "channels", "depth", "shortcut", "alpha_min", "size", "init", "c", "patches", "decay", "drop path", "preset"])
+def test_what_cannot_be_fine_tuned(tmp_path, capsys, make, flags, words):
+    """Exit code 2, one sentence, no folder."""
+    said = sentence(capsys, [*FINETUNE, "--out", tmp_path / "out", "--finetune", make(tmp_path / "mae"), *flags])
+    assert all(w in said for w in words), said
+    assert not (tmp_path / "out").exists()
