@@ -64,7 +64,8 @@ def build(args):
     if args.get("kind") == "sit":
         return {"sit": models.SiT, "uvit": models.UViT}[args["backbone"]](**args["model"])
     return models.ViT(img_size=args["img_size"], patch_size=args["patch_size"], in_chans=args["in_chans"], num_classes=args["classes"], shortcut=args["shortcut"],
-                      alpha_min=args["alpha_min"], temperature_beta=args["temperature_beta"], pool=args["pool"], **dict(models.SIZES[args["size"]], depth=args["depth"]))
+                      alpha_min=args["alpha_min"], temperature_beta=args["temperature_beta"], pool=args["pool"], **dict(models.SIZES[args["size"]], depth=args["depth"]),
+                      **{k: args[k] for k in ("schedule", "decay_on", "scaling", "learn_alphas") if k in args})
 
 
 def pooled(tokens, pool, prefix):

@@ -61,8 +61,8 @@ PRESETS = {
 ENCODER = dict(size=None, depth=None, patch_size=None, shortcut=None, alpha_min=1.0, temperature_beta=1.0, schedule="linear", decay_on="both", scaling="none",
                learn_alphas=False)
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
-FIXED = ("finetune", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "init", "alpha", "beta", "c", "cancel_mean", "mlp_gain",
-         "opt", "betas", "weight_decay", "layer_decay", "precondition_frequency", "batch_size", "seed", "holdout")
+FIXED = ("finetune", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "init", "alpha", "beta", "c", "cancel_mean",
+         "mlp_gain", "opt", "betas", "weight_decay", "layer_decay", "precondition_frequency", "batch_size", "seed", "holdout")
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch",
         "train_images", "classes", "in_chans")
 
@@ -76,8 +76,9 @@ def get_args(argv=None):
     parser = runtime.Parser(description=__doc__, parents=[presets])
 
     add = parser.add_argument_group("model").add_argument
-    add("--finetune", default=None, metavar="CKPT", help="start from the encoder of this checkpoint of train_mae.py or train_vit.py (its averaged weights, if it has "
-        "some); size, patches and shortcuts are its own, data and image size too unless given")
+    add("--finetune", default=None, metavar="CKPT",
+        help="start from the encoder of this checkpoint of train_mae.py or train_vit.py, its averaged weights if it has some; size, patches and shortcuts "
+             "are its own, data and image size too unless given")
     add("--size", choices=list(SIZES), help="embedding width, depth and heads")
     add("--depth", type=number(int, low=1), help="number of blocks; None is the size's own")
     add("--img-size", type=number(int, low=1), help="side of the square images, pixels")
@@ -104,7 +105,7 @@ def get_args(argv=None):
     add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes the rest")
     add("--lr", type=number(float, above=0, high=1e30), default=None, help=f"peak learning rate; None is the preset's, by shortcut and optimizer: {PRESETS[preset]['lr']}")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms, position embedding and class token")
-    add("--layer-decay", type=number(float, above=0, high=1), default=1.0, help="each layer learns this much more slowly than the one above it, the head in full; 1 is off")
+    add("--layer-decay", type=number(float, above=0, high=1), default=1.0, help="lr of a layer as a share of the next one's, the head's in full; 1 is off")
     add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"),
         help=f"momenta; None is the preset's, by optimizer: {PRESETS[preset]['betas']}, or the optimizer's own")
     add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
@@ -127,7 +128,7 @@ def get_args(argv=None):
     parser.set_defaults(schedule="linear", decay_on="both", scaling="none", learn_alphas=False)          # no flags: only a pretrained encoder has others
     parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "betas", "skipless_init", "drop_path")})
     args = parser.parse_args(argv)
-    if args.finetune:
+    if args.finetune is not None:
         parser.set_defaults(**dict.fromkeys([*ENCODER, "img_size", "data"]))     # None is now what no flag says
         args = parser.parse_args(argv)
         adopt_encoder(args)
@@ -202,11 +203,11 @@ def load_encoder(raw, path):
     kept = {k: v for k, v in weights.items() if k in own and k.split(".")[0] in ("patch_embed", "cls_token", "pos_embed", "blocks", "norm")}
     try:
         kept["pos_embed"] = resize_pos_embed(kept["pos_embed"], (side, side), raw.grid)
-        missing = raw.load_state_dict(kept, strict=False).missing_keys
+        raw.load_state_dict(own | kept)
     except (KeyError, RuntimeError) as error:
         raise BadInput(f"--finetune {path} does not fit the models of this version ({' '.join(str(error).split())[:200]}): pretrain anew") from error
     return (f"pretrained: {'averaged' if checkpoint['ema'] else 'last'} weights of {path} ({made.get('kind', 'vit')}, step {checkpoint['step']}); "
-            f"new: {', '.join(sorted({k.split('.')[0] for k in missing}))}")
+            f"new: {', '.join(sorted({k.split('.')[0] for k in own.keys() - kept.keys()}))}")
 
 
 def resolve_init(args, skipless_init):

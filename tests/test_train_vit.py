@@ -751,7 +751,7 @@ def test_no_fine_tuning_on_top_of_an_ordinary_run(copied, tmp_path, capsys):
     assert contents(copied) == before
 
 
-def test_the_finetune_preset(tmp_path):
+def test_the_finetune_preset(tmp_path, capsys):
     """MAE's recipe; drop path only where there is a shortcut; flags win."""
     for name, flags in (("decayed", []), ("skipless", ["--skipless"])):
         pretrained(tmp_path / name, *flags)
@@ -762,6 +762,7 @@ def test_the_finetune_preset(tmp_path):
     assert (args.shortcut, args.alpha_min, args.out) == ("decayed", .6, "out/vit-finetune-decayed-adamw-seed0")
     skipless = get("skipless", "--data", "mnist5k", "--layer-decay", ".9")
     assert (skipless.shortcut, skipless.drop_path, skipless.data, skipless.layer_decay) == ("skipless", 0, "mnist5k", .9)
+    assert "--preset finetune needs --finetune" in sentence(capsys, ["--preset", "finetune"])
 
 
 @pytest.mark.parametrize("make, flags, words", [
@@ -780,8 +781,8 @@ def test_the_finetune_preset(tmp_path):
     (lambda to: pretrained(to)[0], ["--img-size", "10"], ["patch size 4"]),
     (lambda to: pretrained(to)[0], ["--layer-decay", "0"], ["--layer-decay"]),
     (lambda to: pretrained(to, "--skipless")[0], ["--drop-path", ".1"], ["drop path"]),
-    (lambda to: "", ["--preset", "finetune"], ["--preset finetune needs --finetune"]),
-], ids=["missing", "folder", "lm", "sit", "damaged", "channels", "depth", "shortcut", "alpha_min", "size", "init", "c", "patches", "decay", "drop path", "preset"])
+    (lambda to: "", [], ["--finetune", "not a file"]),           # an empty shell variable
+], ids=["missing", "folder", "lm", "sit", "damaged", "channels", "depth", "shortcut", "alpha_min", "size", "init", "c", "patches", "decay", "drop path", "empty"])
 def test_what_cannot_be_fine_tuned(tmp_path, capsys, make, flags, words):
     """Exit code 2, one sentence, no folder."""
     said = sentence(capsys, [*FINETUNE, "--out", tmp_path / "out", "--finetune", make(tmp_path / "mae"), *flags])
