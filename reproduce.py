@@ -8,7 +8,6 @@
     python reproduce.py lm                   paper 2: language models, shortcut x optimizer x temperature, and their quantisation (75 minutes)
     python reproduce.py lm-gap --seeds 1     ours: what moves the skipless model's loss (10 minutes)
     python reproduce.py mae                  paper 3: masked autoencoders, decay and its ablations, probed at every layer (80 minutes)
-    python reproduce.py mae-long --seeds 1   its main rows, four times as long (30 minutes)
     python reproduce.py sit                  paper 3: flow matching with decayed shortcuts (30 minutes)
     python reproduce.py table1 --list        the runs that remain
 
@@ -16,6 +15,7 @@ Finished runs are kept in results/<claim>.json, so that a killed reproduction co
 and the figure (results/<claim>.png) are drawn from that file alone.
 """
 import datetime
+import functools
 import json
 import math
 import os
@@ -137,6 +137,8 @@ CLAIMS["mae"] = dict(
         dict(name="decayed to .6, SOAP", flags="--alpha-min 0.6", paper=None, opt="soap", lrs="residual, long skips, SOAP"),
     ])
 
+ABLATIONS = [c["name"] for c in CLAIMS["mae"]["cells"] if any(word in c["name"] for word in ("only", "no zero", "no long", "cosine", "learned", "both"))]
+
 # Paper 3, flow matching. `paper` is its FID on ImageNet-1k at 256 px, SiT-XL/2 after 400k steps. Samples are judged by the features of a ViT of ours.
 JUDGE, SIT = "out/judge-mnist5k", "--data mnist5k --patch-size 7 --samples 0 --eval-every 1000000"
 CLAIMS["sit"] = dict(
@@ -144,8 +146,8 @@ CLAIMS["sit"] = dict(
     script="train_sit.py", search=f"{SIT} --holdout 0.2 --steps 300",
     final=f"{SIT} --steps 800 --frechet {JUDGE}/ckpt.pt --frechet-set train --measure-samples 1000", needs={JUDGE: "train_vit.py --opt soap --epochs 5"},
     cells=[dict(name="residual, no long skips", flags="--shortcut residual --no-long-skips", paper=17.2, opt="adamw", lrs=[1e-3, 3e-3]),
-           dict(name="residual, long skips", flags="--shortcut residual", paper=16.5, opt="adamw", lrs="residual, no long skips"),
-           dict(name="decayed to .8, long skips", flags="--alpha-min 0.8", paper=11.8, opt="adamw", lrs="residual, no long skips")])
+           dict(name="residual, long skips", flags="--shortcut residual", paper=16.5, opt="adamw", lrs=[1e-3, 3e-3]),
+           dict(name="decayed to .8, long skips", flags="--alpha-min 0.8", paper=11.8, opt="adamw", lrs=[1e-3, 3e-3])])
 
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
@@ -175,10 +177,10 @@ def run(command_line, after=None):
         if done.returncode:
             raise RuntimeError(f"{command_line}\n{done.stderr}")
         record.update(after(out) if after else {})
-    evals, losses = [r for r in rows if "val_loss" in r], [r["loss"] for r in rows if "loss" in r]
-    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff"):
-        if any(key in r for r in evals):
-            record[key] = [r[key] for r in evals if key in r]
+    losses = [r["loss"] for r in rows if "loss" in r]
+    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor"):
+        if any(key in r for r in rows):
+            record[key] = [r[key] for r in rows if key in r]
     return dict(record, loss=losses[-1], tail_loss=[statistics.mean(losses[-(-3 * len(losses) // 4):])],
                 model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
 
@@ -193,10 +195,10 @@ def quantize(out):
                                kurtosis=[layer["excess_kurtosis"] for layer in measured["stats"]["block_output"]]))
 
 
-def probe(out):
-    """The run's checkpoint through probe.py, by layer: k-NN (k = 20) and linear probe in %, effective rank, norm; for the 7 groups of the scenes, and 81 subgroups."""
+def probe(out, sets):
+    """The run's checkpoint through probe.py, by layer: k-NN (k = 20) and linear probe in %, effective rank, norm. sets: (data, linear probe) pairs."""
     probed = {}
-    for name, linear in (("scenes", "lbfgs"), ("scenes-subgroups", "ridge")):
+    for name, linear in sets:
         done = python(f"probe.py layers --ckpt {out} --data {name} --k 20 --linear {linear} --cache {out}/features", out)
         if done.returncode:
             raise RuntimeError(done.stderr)
@@ -206,7 +208,9 @@ def probe(out):
     return dict(probed=probed)
 
 
-AFTER = {"train_lm.py": quantize, "train_mae.py": probe}           # what a final run's checkpoint goes through
+# What a final run's checkpoint goes through. The scenes have 7 groups and 81 subgroups.
+AFTER = {"train_lm.py": quantize, "train_mae.py": functools.partial(probe, sets=(("scenes", "lbfgs"), ("scenes-subgroups", "ridge"))),
+         "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"),))}
 
 
 def hardware():
@@ -345,18 +349,18 @@ def mae_table(claim, results, seeds):
     return "\n".join(lines) + "\n"
 
 
-def mae_figure(claim, results, seeds, path):
-    """k-NN, linear probe and effective rank by layer, means over seeds; residual nets grey, skipless nets dashed. Rows without a comma-separated ablation only."""
+def layers_figure(claim, results, seeds, path, data):
+    """k-NN, linear probe and effective rank by layer, means over seeds; residual nets grey, SOAP dashed; without the ablations."""
     plt = runtime.pyplot()
     fig, axes = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
-    greys, shown = iter([".2", ".45", ".7"]), [c for c in claim["cells"] if c["name"].startswith(("residual, original", "residual, long", "skipless", "decayed to .6, SOAP")) or "," not in c["name"]]
+    greys, shown = iter([".2", ".45", ".7"]), [c for c in claim["cells"] if c["name"] not in ABLATIONS]
     for cell in shown:
         runs = [r for s in range(seeds) if "probed" in (r := results.data["runs"].get(final_key(cell, s), {}))]
         if not runs:
             continue
         style = dict(color=next(greys, ".8")) if cell["name"].startswith("residual") else {}
         for axis, measure in zip(axes, ("knn", "linear", "effective_rank")):
-            mean, _ = by_layer(runs, "scenes", measure)
+            mean, _ = by_layer(runs, data, measure)
             axis.plot(range(len(mean)), mean, "o", ms=3, ls="--" if "SOAP" in cell["name"] else "-", label=cell["name"], **style)
     for axis, label in zip(axes, ("k-NN, %", "linear probe, %", "effective rank, nats")):
         axis.set(xlabel="layer (0: embedding)", ylabel=label)
@@ -425,8 +429,28 @@ def figure(claim, results, seeds, path):
     plt.close(fig)
 
 
-TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": mae_table}
-FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": mae_figure}
+def sit_table(claim, results, seeds):
+    """As `mae_table`, for flow matching: the Frechet distance takes the place of the subgroups."""
+    lines = ["| cell | paper, FID | val loss | Fréchet distance (ViT features) | k-NN, best layer | last layer | linear, best layer | last layer | effective rank, last layer | alpha_eff | seeds | lr |",
+             "|" + "---|" * 12]
+    for cell in claim["cells"]:
+        lr, _ = best_lr(cell, results, METRICS["train_sit.py"])
+        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
+        good = [r for r in runs if "probed" in r]
+        if not good or lr is None:
+            continue
+        shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 4), spread([r["frechet_vit"][-1] for r in good], 2)]
+        for measure in ("knn", "linear"):
+            mean, curves = by_layer(good, "mnist5k", measure)
+            best = max(range(len(mean)), key=lambda l: mean[l])
+            shown += [f"{spread([c[best] for c in curves])} ({best})", spread([c[-1] for c in curves])]
+        shown += [spread([c[-1] for c in by_layer(good, "mnist5k", "effective_rank")[1]], 2), f"{good[0]['alpha_eff'][-1]:.2g}"]
+        lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": mae_table, "train_sit.py": sit_table}
+FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": functools.partial(layers_figure, data="scenes"), "train_sit.py": functools.partial(layers_figure, data="mnist5k")}
 
 
 def main(argv=None):
@@ -449,6 +473,9 @@ def main(argv=None):
         print("\n".join(f"python {line}" for _, line in jobs) or "nothing remains")
         return
     folder.mkdir(parents=True, exist_ok=True)
+    for out, line in whole.get("needs", {}).items():               # a checkpoint that the runs themselves read
+        if not (HERE / out / "ckpt.pt").exists() and (done := python(line, out)).returncode:
+            raise runtime.BadInput(f"{line} failed, and {args.claim} needs its checkpoint: {done.stderr.strip()}")
     with ThreadPoolExecutor(args.jobs) as pool, tqdm(unit="run", desc=args.claim) as bar:
         running = {}
         while True:

@@ -286,9 +286,11 @@ def measure(pixels, args, images, world, how):
     words, record = [], dict(measured_samples=len(pixels), measured_how=how)
     if args.frechet:
         vit, transform = load_vit(args.frechet, images.in_chans)
-        real = getattr(images, args.frechet_set)
-        record["frechet_vit"] = flow.frechet_distance(*flow.moments(vit_features(vit, transform, pixels)), *flow.moments(vit_features(vit, transform, real)))
-        words.append(f"Fréchet distance (ViT features) {record['frechet_vit']:.3f} to the {len(real)} {args.frechet_set} images")
+        real, other = (images.val, images.train) if args.frechet_set == "val" else (images.train, images.val)
+        made, target, rest = (flow.moments(vit_features(vit, transform, part)) for part in (pixels, real, other))
+        record.update(frechet_vit=flow.frechet_distance(*made, *target), frechet_floor=flow.frechet_distance(*rest, *target))
+        words.append(f"Fréchet distance (ViT features) {record['frechet_vit']:.3f} to the {len(real)} {args.frechet_set} images "
+                     f"(real images, the other {len(other)}: {record['frechet_floor']:.3f})")
     if args.fid:
         fidelity = runtime.import_optional("torch_fidelity", "--fid")
         found = fidelity.calculate_metrics(input1=Pixels(pixels), input2=args.fid, cuda=world.device.type == "cuda", fid=True, isc=True, verbose=False)
@@ -451,7 +453,7 @@ def main(argv=None):
             if eval_now:
                 val_loss = evaluate(ema or raw, images, eval_tf, args, world, dtype)
                 best, finest = min(best, val_loss), step == steps and (args.frechet or args.fid)
-                log.line(f"step {step:6d}  val loss {val_loss:.4f}" + " (ema)" * bool(ema), step=step, val_loss=val_loss)
+                log.line(f"step {step:6d}  val loss {val_loss:.4f}" + " (ema)" * bool(ema), step=step, val_loss=val_loss, alpha_eff=raw.alpha_eff)
                 count = max(args.samples, args.measure_samples if finest else 0)
                 if count and (vae or not is_latent):
                     pixels = make_samples(ema if ema and args.sample_ema else raw, count, flags, args, world, dtype, vae)
