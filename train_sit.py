@@ -216,7 +216,7 @@ def evaluate(net, images, transform, args, world, dtype):
         x_t, target = flow.interpolate(args.path, t, x, noise)
         with runtime.autocast(world.device, dtype):
             velocity = net(x_t, t, y)
-        total, seen = total + flow.velocity_loss(velocity, target).double().sum().cpu(), seen + len(y)
+        total, seen = total + flow.velocity_loss(velocity, target).cpu().double().sum(), seen + len(y)      # mps has no float64
     total, seen = runtime.all_sum([total, seen], world)
     return total / seen
 
