@@ -142,12 +142,13 @@ ABLATIONS = [c["name"] for c in CLAIMS["mae"]["cells"] if any(word in c["name"] 
 # Paper 3, flow matching. `paper` is its FID on ImageNet-1k at 256 px, SiT-XL/2 after 400k steps. Samples are judged by the features of a ViT of ours.
 JUDGE, SIT = "out/judge-mnist5k", "--data mnist5k --patch-size 7 --samples 0 --eval-every 1000000"
 CLAIMS["sit"] = dict(
-    title="Paper 3, flow matching on digits: 800 steps; loss, Frechet distance of 1,000 samples, frozen features probed at every layer",
+    title="Paper 3, flow matching on digits, 600 steps; loss, Frechet distance of 1,000 samples, frozen features probed at every layer",
     script="train_sit.py", search=f"{SIT} --holdout 0.2 --steps 300",
-    final=f"{SIT} --steps 800 --frechet {JUDGE}/ckpt.pt --frechet-set train --measure-samples 1000", needs={JUDGE: "train_vit.py --opt soap --epochs 5"},
+    final=f"{SIT} --steps 600 --frechet {JUDGE}/ckpt.pt --frechet-set train --measure-samples 1000", needs={JUDGE: "train_vit.py --opt soap --epochs 5"},
     cells=[dict(name="residual, no long skips", flags="--shortcut residual --no-long-skips", paper=17.2, opt="adamw", lrs=[1e-3, 3e-3]),
            dict(name="residual, long skips", flags="--shortcut residual", paper=16.5, opt="adamw", lrs=[1e-3, 3e-3]),
-           dict(name="decayed to .8, long skips", flags="--alpha-min 0.8", paper=11.8, opt="adamw", lrs=[1e-3, 3e-3])])
+           dict(name="decayed to .8, long skips", flags="--alpha-min 0.8", paper=11.8, opt="adamw", lrs=[1e-3, 3e-3]),
+           dict(name="decayed to alpha_eff .005, long skips", flags="--alpha-eff 0.005", paper=None, opt="adamw", lrs=[1e-3, 3e-3])])
 
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
