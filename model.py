@@ -506,7 +506,7 @@ class MAE(nn.Module):
         pos = resize_pos_embed(self.decoder_pos_embed, self.grid, grid)
         last = self.norm(states[-1])
         if self.skips:
-            x = torch.cat([self.decoder_cls_token, pos[:, 1:]], dim=1)
+            x = torch.cat([self.decoder_cls_token[0], pos[0, 1:]])                    # the same for all images, so without a batch
             x = self.decoder_embed(x).expand(len(restore), -1, -1)
         else:
             x = self.decoder_embed(last)

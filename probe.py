@@ -5,7 +5,6 @@ Any image checkpoint of ours (train_vit.py, train_mae.py, train_sit.py), several
     python probe.py layers --ckpt out/a out/b --data emoji-subgroups --k 20    two runs, finer labels
     torchrun --nproc_per_node=8 probe.py layers --ckpt out/mae --data /path/to/imagenet --linear lars --cache /scratch/features
 """
-import argparse
 import functools
 import hashlib
 import itertools

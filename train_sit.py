@@ -113,7 +113,7 @@ def get_args(argv=None):
     add("--ema", type=number(float, low=0, below=1), help="decay of the averaged weights, which evaluation and sampling use; 0 is off")
 
     add = parser.add_argument_group("data").add_argument
-    add("--data", help="mnist5k, digits8x8, emoji, cifar10, cifar100, a folder with train/<class>/ and val/<class>/, or one that --encode-latents wrote: "
+    add("--data", help=f"{', '.join(data.NAMES)}, a folder with train/<class>/ and val/<class>/, or one that --encode-latents wrote: "
                        "latents.npy (N, C, Y, X), scaled, labels.npy (N,), optionally val_latents.npy and val_labels.npy")
     add("--holdout", type=number(float, low=0, high=0.9), default=0.0, help="validate on this share of the training set instead: for tuning")
     add("--flip", action=argparse.BooleanOptionalAction, default=True, help="mirror training images at random, where that keeps their class")
@@ -171,7 +171,6 @@ def load_data(args):
     args.img_size = images.size
     as_is = v2.Compose([v2.ToDtype(torch.float32)])
     return images, as_is, as_is, True
-
 
 
 # ---------------------------------------------------------------------------------------------------------------------

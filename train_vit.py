@@ -117,7 +117,7 @@ def get_args(argv=None):
     add("--ema", type=number(float, low=0, high=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
 
     add = parser.add_argument_group("data").add_argument
-    add("--data", help="mnist5k, digits8x8, emoji, cifar10, cifar100, or a folder with train/<class>/ and val/<class>/")
+    add("--data", help=f"{', '.join(data.NAMES)}, or a folder with train/<class>/ and val/<class>/")
     add("--holdout", type=number(float, low=0, high=0.9), default=0.0, help="validate on this share of the training set instead of the test set: for tuning")
     add("--augment", choices=["none", "light", "strong"], help="light: crops and flips; strong: RandAugment and random erasing too")
     add("--mixup", type=number(float, low=0), help="MixUp alpha; 0 is off")
