@@ -184,7 +184,7 @@ def linear_probe(train_x, train_y, test_x, test_y, protocol="lbfgs", l2=1e-3, de
 def logistic_regression(x, y, classes, l2, tolerance=1e-5, steps=1000):
     """(W (D, classes), b (classes,)) that minimise mean cross-entropy(x W + b, y) + l2 / 2 |W|^2, by L-BFGS with strong-Wolfe line search.
 
-    It stops where no entry of the gradient exceeds `tolerance`: with a smaller one no accuracy changed on 7 and on 81 classes."""
+    It stops where no entry of the gradient exceeds `tolerance`: with 1e-6 no accuracy changed at the default l2, on 7 and on 81 classes."""
     weight, bias = (torch.zeros(*shape, dtype=x.dtype, device=x.device, requires_grad=True) for shape in ((x.shape[1], classes), (classes,)))
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=steps, tolerance_grad=tolerance, tolerance_change=1e-14, history_size=20, line_search_fn="strong_wolfe")
 

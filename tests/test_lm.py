@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 import init

@@ -20,7 +20,7 @@ import text
 import train_lm
 from model import LM
 from test_init import singular_values
-from test_runtime import ROOT, launch_ranks
+from test_runtime import launch_ranks
 from test_train_vit import assert_close, assert_same, contents, keys, load, stop_at
 
 TINY = ["--threads", "1", "--device", "cpu", "--tokenizer", "bytes", "--embed-dim", "16", "--depth", "2", "--num-heads", "2", "--block-size", "16",
@@ -157,7 +157,7 @@ def test_flops_by_hand():
 
 def test_the_checkpoint_rebuilds_what_was_evaluated(finished, story):
     """args["lm"] alone builds the net; its averaged weights give the logged validation loss, kurtosis and sample, by independent computations."""
-    out, saved, last = finished[0], load(finished[0]), lines(finished[0])[-1]
+    saved, last = load(finished[0]), lines(finished[0])[-1]
     model = LM(**saved["args"]["lm"])
     model.load_state_dict(saved["ema"])
     raw = LM(**saved["args"]["lm"])

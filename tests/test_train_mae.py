@@ -13,7 +13,6 @@ from PIL import Image
 
 import data
 import init
-import model as models
 import probe
 import runtime
 import train_mae

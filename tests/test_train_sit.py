@@ -1,5 +1,4 @@
 """train_sit.py as people use it: killed and resumed, on one process and on two, compiled, sampled from, with wrong input; and its draws against counts."""
-import contextlib
 import functools
 import json
 import re
@@ -20,7 +19,7 @@ import train_sit
 import train_vit
 from model import SiT
 from test_runtime import launch_ranks
-from test_train_vit import Stopped, assert_close, assert_same, contents, keys, load
+from test_train_vit import assert_close, assert_same, contents, keys, load, stop_at
 
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--patch-size", "4", "--depth", "2", "--batch-size", "32", "--steps", "8", "--warmup", "2",
         "--lr", "1e-3", "--ema", ".9", "--eval-every", "4", "--save-every", "4", "--log-every", "1", "--samples", "4", "--sample-steps", "2"]
@@ -52,23 +51,6 @@ def no_curve(request, monkeypatch):
 def script(argv):
     runtime.plot_curve = lambda *arguments, **more: None
     runtime.run(lambda: train_sit.main(argv))
-
-
-def stop_at(step, argv):
-    """The run of argv, cut off in the middle of this step."""
-    check = runtime.check_finite
-
-    def check_and_stop(window, world):
-        if window[-1][0] == step:
-            raise Stopped
-        return check(window, world)
-
-    runtime.check_finite = check_and_stop
-    try:
-        with contextlib.suppress(Stopped):
-            train_sit.main(argv)
-    finally:
-        runtime.check_finite = check
 
 
 def assert_same_run(a, b):
@@ -150,7 +132,7 @@ def test_killed_run_equals_the_uninterrupted_one(tmp_path):
     """Cut off two steps after a save and started again: weights, EMA, optimizer, log, all to the bit; and samples on the way disturb nothing."""
     flags = ["--opt", "soap", "--micro-batch", "16", "--data", "digits8x8"]
     train(tmp_path / "whole", *flags)
-    stop_at(6, command(tmp_path / "cut", *flags))
+    stop_at(train_sit.main, 6, command(tmp_path / "cut", *flags))
     assert load(tmp_path / "cut")["step"] == 4 and rows(tmp_path / "cut")[-1]["step"] == 6
     train(tmp_path / "cut", *flags, "--samples", "0")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
@@ -530,11 +512,3 @@ def test_paper_preset_asks_for_data_and_is_the_papers(tmp_path, capsys):
     args = train_sit.get_args(["--preset", "paper", "--data", "x"])
     assert (args.size, args.depth, args.patch_size, args.lr, args.lr_schedule, args.weight_decay, args.batch_size, args.ema, args.label_dropout, args.alpha_min,
             args.long_skips, args.path, args.opt) == ("XL", 28, 2, 1e-4, "constant", 0.0, 256, 0.9999, 0.1, 0.8, True, "linear", "adamw")
-
-
-def test_help_shows_the_defaults_of_the_preset(capsys):
-    for preset, size in (("laptop", "nano"), ("paper", "XL")):
-        with pytest.raises(SystemExit) as stop:
-            train_sit.get_args(["--preset", preset, "--help"])
-        printed = " ".join(capsys.readouterr().out.split())
-        assert stop.value.code == 0 and f"(default: {size})" in printed and "--sample-ema" in printed and "--frechet" in printed
