@@ -23,6 +23,7 @@ from runtime import BadInput, mix_seed
 
 ROOT = Path(__file__).resolve().parent / "data"        # not the working directory: scripts may be started from anywhere
 NAMES = ("mnist5k", "digits8x8", "emoji", "emoji-subgroups", "emoji-artists", "scenes", "scenes-subgroups", "cifar10", "cifar100")
+IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]            # mean and std of its pixels, per channel
 LAYOUT = "lay images out as train/<class>/*.jpg and val/<class>/*.jpg"
 
 
@@ -74,8 +75,8 @@ def load_images(name_or_path, holdout=0.0, seed=0):
         train, val, classes = embedded[name]()
     elif name in ("cifar10", "cifar100"):
         train, val, classes = cifar(name)
-    elif Path(name).expanduser().is_dir():
-        train, val, classes = image_folder(Path(name).expanduser(), with_val=holdout == 0)
+    elif folder := as_folder(name):
+        train, val, classes = image_folder(folder, with_val=holdout == 0)
     else:
         raise BadInput(f"--data '{name}' is neither a folder nor one of {', '.join(NAMES)}: check the spelling or the path")
     if holdout:
@@ -86,6 +87,15 @@ def load_images(name_or_path, holdout=0.0, seed=0):
     mean, std = pixel_statistics(train)
     in_chans, size = (train.images.shape[1], train.images.shape[-1]) if train.in_memory else (3, None)
     return ImageData(name, train, val, classes, in_chans, size, name not in ("mnist5k", "digits8x8"), mean, std)
+
+
+def as_folder(name):
+    """The folder of that name, ~ expanded, or None where there is none."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.is_dir() else None
+    except (OSError, RuntimeError):                     # a name too long for a file, a ~user who does not exist
+        return None
 
 
 def mnist5k():
@@ -276,7 +286,7 @@ def split_by_class(labels, fraction, seed=None, copies=1):
 def pixel_statistics(train):
     """Mean and std per channel of pixels in 0..1: counted where the images are in memory, ImageNet's customary ones for files."""
     if not train.in_memory:
-        return [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+        return IMAGENET
     values = torch.arange(256, dtype=torch.float64) / 255
     share = torch.stack([channel.flatten().bincount(minlength=256).double() for channel in train.images.unbind(1)])
     share /= share.sum(1, keepdim=True)                        # (C, 256): exact, and no float copy of all images

@@ -452,6 +452,10 @@ class MAE(nn.Module):
             raise ValueError(f"long skips pair every second of {depth} encoder blocks with one of {decoder_depth} decoder blocks: "
                              f"make depth even and decoder_depth at least half of it, or leave the skips out")
         alphas, gain = encoder_weights(shortcut, depth, alpha_min, schedule, decay_on, scaling, learn_alphas)
+        if decoder_dim % decoder_heads:
+            raise ValueError(f"decoder_dim {decoder_dim} is not divisible by decoder_heads {decoder_heads}: change one of them")
+        if decoder_dim % 4:
+            raise ValueError(f"decoder_dim {decoder_dim} is not divisible by 4, which its sin-cos positions need: change it")
         self.grid, self.patch_size, self.shortcut, self.norm_pix_loss = check_patches(img_size, img_size, patch_size), patch_size, shortcut, norm_pix_loss
         # encoder
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)

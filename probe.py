@@ -45,6 +45,8 @@ def load_model(path, ema=True):
     except BadInput as error:
         raise BadInput(f"--ckpt {path} is not a whole checkpoint: {remedy}") from error
     args = dict(checkpoint["args"])
+    if not {"data", "img_size"} <= set(args) and "lm" not in args:
+        raise BadInput(f"--ckpt {path} does not say what it was trained on: {remedy}")
     if "lm" in args:
         raise BadInput(f"--ckpt {path} holds a language model, which has no images to probe: {remedy}")
     args["weights"], args["step"] = "ema" if ema and checkpoint["ema"] else "raw", checkpoint["step"]
@@ -244,8 +246,8 @@ def lars_probe(x, y, classes, blr=0.1, batch_size=16384, epochs=90, warmup=10, s
 # ------------------------------------------------------------------------------------------------------------------- layers
 def load_set(name, holdout=0.0, seed=0):
     """The ImageData of that name, image folder, or folder of latents."""
-    folder = Path(name).expanduser()
-    return latents.load(folder, holdout, seed) if (folder / "latents.npy").exists() else data.load_images(name, holdout, seed)
+    folder = data.as_folder(name)
+    return latents.load(folder, holdout, seed) if folder and (folder / "latents.npy").exists() else data.load_images(name, holdout, seed)
 
 
 def prepare(path, args, load=load_set):
@@ -265,8 +267,9 @@ def prepare(path, args, load=load_set):
         raise BadInput(f"--data {args.data or saved['data']} has latents of side {images.size} and {path} takes {size}: give --data with such latents")
     if is_flow and not is_latent:                                # pixels in [-1, 1]
         images = replace(images, mean=[0.5] * channels, std=[0.5] * channels)
-    elif args.data and saved["data"] in data.NAMES:              # the net is used to the mean and std of its own data
-        images = replace(images, mean=load(*own).mean, std=load(*own).std)
+    elif args.data:                                              # the net is used to the mean and std of its own data, which as a folder may have moved
+        mean, std = (load(*own).mean, load(*own).std) if saved["data"] in data.NAMES else data.IMAGENET
+        images = replace(images, mean=mean, std=std)
     return net, saved, images, data.eval_transform(images, size)
 
 
@@ -311,7 +314,7 @@ def fingerprint(net, saved, images, args, t, dtype):
         if isinstance(part, latents.Latents):
             digest.update(f"{part.path} {part.index.tolist()}".encode())
         else:
-            digest.update(part.images.contiguous().numpy() if part.in_memory else "\n".join(part.images).encode())
+            digest.update(part.images.contiguous().numpy() if part.in_memory else "\n".join(part.images).encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 

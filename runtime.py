@@ -185,9 +185,9 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:                                   # on a damaged file the unpickler raises almost any type
         raise BadInput(f"{path} is not a readable checkpoint: delete it or pass --fresh to start over") from error
-    missing = {"model", "optimizer", "step", "best", "rng", "args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
-    if missing:
-        raise BadInput(f"{path} lacks {', '.join(sorted(missing))}, so it was not written by this script: choose another --out")
+    missing = {"model", "ema", "optimizer", "step", "best", "rng", "args"} - set(checkpoint if isinstance(checkpoint, dict) else ())
+    if missing or not isinstance(checkpoint["args"], dict):
+        raise BadInput(f"{path} lacks {', '.join(sorted(missing)) or 'the run it belongs to'}, so it was not written by this script: choose another --out")
     return checkpoint
 
 
@@ -293,7 +293,7 @@ def import_optional(name, flag):
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise BadInput(f"{flag} needs the package {name}: pip install {name}") from error
+        raise BadInput(f"{flag} needs the package {name}: pip install {name.replace('_', '-')}") from error
 
 
 def make_out(out, args, world):
@@ -320,6 +320,12 @@ def check_finite(window, world):
             raise BadInput(f"the loss is not finite at step {step} (loss {loss}, lr {lr:.3g}, gradient norm {norm}): "
                            f"lower --lr, raise --warmup or set --clip; the last checkpoint is from before it")
     return sum(losses) / len(losses), norms[-1]
+
+
+def check_val(value, step, lr):
+    """Stop where the validation loss is not finite: the update before it blew the weights up. The value is equal on all ranks."""
+    if not math.isfinite(value):
+        raise BadInput(f"the validation loss is not finite after step {step} (lr {lr:.3g}): lower --lr, raise --warmup or set --clip; the last checkpoint is from before it")
 
 
 def git_revision():
@@ -363,10 +369,10 @@ def plot_curve(out, title, metric, label, digits=1):
     """out/log.jsonl -> out/curve.png: training loss and validation loss on the left, `metric` on the right, its last value to that many digits."""
     plt = pyplot()
     rows = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-    train, val = [r for r in rows if r.get("loss") is not None], [r for r in rows if r.get(metric) is not None]
+    train, val, seen = ([r for r in rows if r.get(key) is not None] for key in ("loss", metric, "val_loss"))
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
     left.plot([r["step"] for r in train], [r["loss"] for r in train], label="train", lw=1)
-    left.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", label="validation", ms=3)
+    left.plot([r["step"] for r in seen], [r["val_loss"] for r in seen], "o-", label="validation", ms=3)
     left.set(xlabel="step", ylabel="loss")
     left.legend(frameon=False)
     right.plot([r["step"] for r in val], [r[metric] for r in val], "o-", ms=3, color="C2")

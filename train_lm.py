@@ -102,7 +102,7 @@ def get_args(argv=None):
     add("--steps", type=number(int, low=1), help="updates")
     add("--warmup", type=number(int, low=0), help="steps of linear warm-up")
     add("--clip", type=number(float, low=0), help="largest gradient norm; 0 is off")
-    add("--ema", type=number(float, low=0, high=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
+    add("--ema", type=number(float, low=0, below=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
 
     add = parser.add_argument_group("data").add_argument
     add("--data", help="sotu, shakespeare, text (both), a .txt file, or a folder that `python prepare.py` wrote")
@@ -320,6 +320,7 @@ def main(argv=None):
                      step=step, epoch=step * per_step / len(corpus.train), loss=mean, lr=lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu)
             if eval_now:
                 val_loss, kurtosis = evaluate(ema or raw, corpus.val, args, world, dtype)
+                runtime.check_val(val_loss, step, lr)
                 best, drift = min(best, val_loss), isometry_drift(raw)
                 written = sample(ema or raw, corpus.tokenizer, args, world, step) if args.sample_tokens and world.main else None
                 log.line(f"step {step:6d}  val loss {val_loss:.4f}  excess kurtosis {kurtosis[0]:.2f} .. {kurtosis[-1]:.2f}, max {max(kurtosis):.2f}  "

@@ -15,6 +15,7 @@ The paper's ViT-B/16 on ImageNet-1k, 800 epochs (paper: k-NN 27.4 % for MAE, 63.
 import argparse
 import copy
 import math
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -112,7 +113,7 @@ def get_args(argv=None):
     add("--epochs", type=number(float, above=0, high=1e6), help="passes over the training set")
     add("--warmup", type=number(float, low=0), help="epochs of linear warm-up")
     add("--clip", type=number(float, low=0), help="largest gradient norm; 0 is off")
-    add("--ema", type=number(float, low=0, high=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
+    add("--ema", type=number(float, low=0, below=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
 
     add = parser.add_argument_group("data and evaluation").add_argument
     add("--data", help=f"{', '.join(data.NAMES)}, or a folder with train/<class>/ and val/<class>/")
@@ -231,7 +232,7 @@ def evaluate(model, images, transform, noise, args, world, dtype):
 
 def probe_layers(model, images, transform, args, world):
     """(k-NN accuracy (k = 20), %; effective rank; mean norm), by layer: mean of all tokens, part of the training set as the bank, all of the validation set."""
-    bank = images.train.take(torch.linspace(0, len(images.train) - 1, min(args.knn_images, len(images.train))).long())
+    bank = images.train.take(torch.linspace(0, len(images.train) - 1, min(max(args.knn_images, world.size), len(images.train))).long())
     (train_x, train_y), (val_x, val_y) = [
         probe.layer_features(model, data.eval_batches(part, transform, args.micro_batch, world.rank, world.size, args.workers), world.device, world=world)
         for part in (bank, images.val)]
@@ -247,7 +248,9 @@ def save_reconstructions(model, images, transform, noise, args, world, count=8):
     mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (images.mean, images.std))
     side = max(1, 96 // x.shape[-1])                             # small images are enlarged, pixel by pixel
     picture = (rows.flatten(0, 1) * std + mean).clamp(0, 1).repeat_interleave(side, 2).repeat_interleave(side, 3)
-    save_image(make_grid(picture, nrow=len(index), padding=2, pad_value=1), Path(args.out) / "reconstructions.png")
+    temporary = Path(args.out) / "reconstructions.tmp.png"
+    save_image(make_grid(picture, nrow=len(index), padding=2, pad_value=1), temporary)
+    os.replace(temporary, Path(args.out) / "reconstructions.png")
 
 
 def main(argv=None):
@@ -258,6 +261,8 @@ def main(argv=None):
 
     # data, model, optimizer
     images = data.load_images(args.data, args.holdout, args.seed)
+    if world.size > len(images.val):
+        raise BadInput(f"--data {args.data} has {len(images.val)} validation images for {world.size} processes: start torchrun with fewer, or add some")
     per_epoch = data.steps_per_epoch(len(images.train), args.batch_size)
     steps, warmup = max(1, round(args.epochs * per_epoch)), round(args.warmup * per_epoch)
     eval_every, save_every, knn_every = args.eval_every or per_epoch, args.save_every or per_epoch, args.knn_every and max(1, round(args.knn_every * per_epoch))
@@ -354,6 +359,7 @@ def main(argv=None):
                      step=step, epoch=step / per_epoch, loss=mean, lr=lr, grad_norm=norm, images_per_s=rate)
             if eval_now or knn_now:
                 val_loss = evaluate(ema or raw, images, eval_tf, val_noise, args, world, dtype)
+                runtime.check_val(val_loss, step, lr)
                 best = min(best, val_loss)
                 record = dict(step=step, val_loss=val_loss, alpha_eff=raw.alpha_eff)
                 human = f"step {step:6d}  val loss {val_loss:.4f}" + " (ema)" * bool(ema)

@@ -114,7 +114,7 @@ def get_args(argv=None):
     add("--epochs", type=number(float, above=0, high=1e6), help="passes over the training set")
     add("--warmup", type=number(float, low=0), help="epochs of linear warm-up")
     add("--clip", type=number(float, low=0), help="largest gradient norm; 0 is off")
-    add("--ema", type=number(float, low=0, high=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
+    add("--ema", type=number(float, low=0, below=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
 
     add = parser.add_argument_group("data").add_argument
     add("--data", help=f"{', '.join(data.NAMES)}, or a folder with train/<class>/ and val/<class>/")
@@ -187,6 +187,8 @@ def adopt_encoder(args):
     for key in ("init", "alpha", "beta", "c", "cancel_mean", "mlp_gain"):
         if getattr(args, key) is not None:
             raise BadInput(f"--{key.replace('_', '-')} has no effect with --finetune, which brings its own weights: leave it out")
+    if args.data is None and made["data"] not in data.NAMES and not data.as_folder(made["data"]):
+        raise BadInput(f"--finetune {args.finetune} was trained on {made['data']}, which is no folder here: pass --data")
     args.init, args.img_size, args.data = "pretrained", args.img_size or made["img_size"], args.data or made["data"]
 
 
@@ -371,6 +373,7 @@ def main(argv=None):
                      step=step, epoch=step / per_epoch, loss=mean, lr=lr, grad_norm=norm, images_per_s=rate)
             if eval_now:
                 val_loss, top1, top5 = evaluate(ema or raw, images, eval_tf, args, world, dtype)
+                runtime.check_val(val_loss, step, lr)
                 best = max(best, top1)
                 log.line(f"step {step:6d}  val loss {val_loss:.4f}  top-1 {top1:.1f} %  top-5 {top5:.1f} %" + " (ema)" * bool(ema),
                          step=step, val_loss=val_loss, val_top1=top1, val_top5=top5)
