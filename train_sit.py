@@ -39,13 +39,13 @@ PRESETS = {
     # minutes on two cores
     "laptop": dict(
         data="emoji", size="nano", img_size=None, patch_size=4, alpha_min=0.8, steps=1000, batch_size=64, warmup=50,
-        lr={"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 2e-3}, lr_schedule="constant", weight_decay=0.0, clip=1.0, ema=0.995,
+        lr={"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 2e-3}, lr_schedule="constant", weight_decay=0.0, clip=1.0, ema=0.995, ema_warmup=True,
         eval_every=250, save_every=250, samples=32, sampler="heun", sample_steps=25, cfg_scale=1.0, measure_samples=512),
     # SiT-XL/2 on latents of ImageNet-1k. The official code: AdamW 1e-4 constant without warm-up, no decay, batch 256, EMA .9999, label dropout .1, no clipping,
     # flips; alpha_min .8. Samples of its tables: 50,000, SDE of 250 steps, no guidance. Not ours: fp16.
     "paper": dict(
         data=None, size="XL", img_size=None, patch_size=2, alpha_min=0.8, steps=400000, batch_size=256, warmup=0,
-        lr={"adamw": 1e-4, "soap": 1e-4, "kl-shampoo": 5e-5, "muon": 1e-4}, lr_schedule="constant", weight_decay=0.0, clip=0.0, ema=0.9999,
+        lr={"adamw": 1e-4, "soap": 1e-4, "kl-shampoo": 5e-5, "muon": 1e-4}, lr_schedule="constant", weight_decay=0.0, clip=0.0, ema=0.9999, ema_warmup=False,
         eval_every=10000, save_every=10000, samples=32, sampler="sde", sample_steps=250, cfg_scale=1.0, measure_samples=50000, workers=8),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
@@ -111,6 +111,7 @@ def get_args(argv=None):
     add("--warmup", type=number(int, low=0), help="steps of linear warm-up")
     add("--clip", type=number(float, low=0), help="largest gradient norm; 0 is off")
     add("--ema", type=number(float, low=0, below=1), help="decay of the averaged weights, which evaluation and sampling use; 0 is off")
+    add("--ema-warmup", action=argparse.BooleanOptionalAction, help="decay of at most (1 + step) / (10 + step), so that in short runs the average leaves the start behind")
 
     add = parser.add_argument_group("data").add_argument
     add("--data", help=f"{', '.join(data.NAMES)}, a folder with train/<class>/ and val/<class>/, or one that --encode-latents wrote: "
@@ -438,7 +439,7 @@ def main(argv=None):
         optimizer.zero_grad(set_to_none=True)
         if ema:
             for average, p in zip(ema.parameters(), raw.parameters()):
-                average.lerp_(p.detach(), 1 - args.ema)
+                average.lerp_(p.detach(), 1 - (min(args.ema, (1 + step) / (10 + step)) if args.ema_warmup else args.ema))
         step += 1
         bar.update()
 
