@@ -14,6 +14,8 @@ import os
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
 
 from runtime import mix_seed
 
@@ -142,6 +144,26 @@ def sample_groups(velocity, shape, count, class_counts, sampler="euler", steps=5
 def to_uint8(x):
     """Images in [-1, 1] -> uint8 0..255, clipped and rounded."""
     return ((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
+@torch.no_grad()
+def features(net, steps, pixels, batch=100):
+    """uint8 images (N, C, Y, X), or a dataset of them -> the net's output (N, D). steps: transforms from an image to the net's input."""
+    transform = v2.Compose(steps)
+    return torch.cat([net(torch.stack([transform(pixels[j] if torch.is_tensor(pixels) else pixels[j][0]) for j in range(i, min(i + batch, len(pixels)))]))
+                      for i in range(0, len(pixels), batch)])
+
+
+class Pixels(Dataset):
+    """uint8 images (N, 3, Y, X) as torch-fidelity reads them."""
+    def __init__(self, images):
+        self.images = images.expand(-1, 3, -1, -1)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        return self.images[i]
 
 
 def moments(features):

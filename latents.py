@@ -37,13 +37,15 @@ def read_latents(folder, name):
     """(path, labels) of folder/<name>latents.npy. Raises BadInput where the two files are damaged or do not fit."""
     path, beside = folder / f"{name}latents.npy", folder / f"{name}labels.npy"
     try:
-        latents, labels = np.load(path, mmap_mode="r"), np.load(beside)
+        latents, labels = (np.lib.format.open_memmap(file, mode="r") for file in (path, beside))      # np.load would also take an archive for an array
     except (OSError, ValueError, EOFError) as error:
         raise BadInput(f"{path} and {beside.name} cannot be read ({error}): write them anew with --encode-latents") from error
     if latents.ndim != 4 or latents.shape[2] != latents.shape[3] or latents.dtype.kind != "f":
         raise BadInput(f"{path} holds {latents.dtype} {latents.shape}, not square latents (N, C, Y, X) of floats: write it anew with --encode-latents")
-    if labels.shape != (len(latents),) or labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or not len(labels):
-        raise BadInput(f"{beside} must hold one label from 0 up for each of the {len(latents)} latents, not {labels.dtype} {labels.shape}: write it anew")
+    if labels.shape != (len(latents),) or labels.dtype.kind not in "iu" or not len(labels):
+        raise BadInput(f"{beside} must hold an integer for each of the {len(latents)} latents, not {labels.dtype} {labels.shape}: write it anew")
+    if labels.min() < 0:
+        raise BadInput(f"{beside} has the label {labels.min()}, and labels count from 0: write it anew")
     return path, torch.from_numpy(labels.astype(np.int64)), latents.shape[1:]
 
 
@@ -62,7 +64,8 @@ def load(folder, holdout=0.0, seed=0):
         pairs = len(labels) % 2 == 0 and torch.equal(labels[::2], labels[1::2])       # an image and its mirror image stay on one side
         train, held = data.split_by_class(labels, holdout or 0.05, seed if holdout else None, copies=1 + pairs)
         if not len(held):
-            raise BadInput(f"{folder} has too few latents to validate on a share of {holdout or .05} of them: raise --holdout, or add val_latents.npy")
+            raise BadInput(f"{folder} has too few latents to validate on {f'--holdout {holdout}' if holdout else 'the usual share of 0.05'} of each class: "
+                           + ("raise it" if holdout else "pass a larger --holdout, or add val_latents.npy and val_labels.npy"))
         val = Latents(path, labels[held], held)
     classes = [str(c) for c in range(1 + int(max(labels.max(), val.labels.max())))]
     return ImageData(str(folder), Latents(path, labels[train], train), val, classes, shape[0], shape[-1], False, [0.0] * shape[0], [1.0] * shape[0])
@@ -85,7 +88,7 @@ def encode(args, world):
     if not args.vae:
         raise BadInput("--encode-latents needs --vae, the autoencoder: for example --vae stabilityai/sd-vae-ft-ema")
     images, vae = data.load_images(args.data, args.holdout, args.seed), load_vae(args.vae, world.device)
-    size = args.img_size or images.size or 256
+    size, batch = args.img_size or images.size or 256, args.micro_batch or 32
     if min(len(images.train), len(images.val)) < world.size:
         raise BadInput(f"--data {args.data} has fewer images in train/ or val/ than there are processes: start fewer")
     transform = v2.Compose([v2.Resize(size, **data.BICUBIC), v2.CenterCrop(size), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.5])])
@@ -93,11 +96,11 @@ def encode(args, world):
     runtime.make_out(out, vars(args), world)
     for name, part, mirrors in (("", images.train, 1 + images.flip), ("val_", images.val, 1)):
         rows = None
-        for k, (x, _) in enumerate(data.eval_batches(part, transform, args.micro_batch, world.rank, world.size, args.workers)):
+        for k, (x, _) in enumerate(data.eval_batches(part, transform, batch, world.rank, world.size, args.workers)):
             x = x.to(world.device).expand(-1, 3, -1, -1)
             for mirror in range(mirrors):
                 posterior = vae.encode(x.flip(3) if mirror else x).latent_dist
-                first = k * args.micro_batch
+                first = k * batch
                 index = [(world.rank + (first + i) * world.size) * mirrors + mirror for i in range(len(x))]
                 noise = torch.stack([torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(runtime.mix_seed("encode", name, i))) for i in index])
                 z = (posterior.mean + posterior.std * noise.to(posterior.mean)).mul(SCALE).to("cpu", torch.float16).numpy()

@@ -562,7 +562,7 @@ SIT_SIZES = {                                                    # parameters wi
     "XL": dict(embed_dim=1152, depth=28, num_heads=16),          # 675 M
 }
 UVIT_SIZES = {
-    "nano": dict(embed_dim=128, depth=8, num_heads=4),           # 1.9 M
+    "nano": dict(embed_dim=128, depth=8, num_heads=4),           # 2.1 M
     "S": dict(embed_dim=512, depth=12, num_heads=8),             # 45 M
     "M": dict(embed_dim=768, depth=16, num_heads=12),            # 131 M
     "L": dict(embed_dim=1024, depth=20, num_heads=16),           # 287 M

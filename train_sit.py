@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 from torchvision.transforms import v2
 from tqdm import tqdm
 
@@ -32,7 +31,7 @@ import latents
 import optim
 import probe
 import runtime
-from model import SIT_SIZES, UVIT_SIZES, SiT, UViT, ViT, alpha_min_for
+from model import SIT_SIZES, UVIT_SIZES, SiT, UViT, ViT, alpha_min_for, shortcut_weights
 from runtime import BadInput
 
 PRESETS = {
@@ -54,6 +53,11 @@ FIXED = ("backbone", "size", "depth", "img_size", "patch_size", "shortcut", "alp
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch", "alpha_eff",
         "samples", "sample", "sampler", "sample_steps", "cfg_scale", "sample_ema", "measure_samples", "frechet", "frechet_set", "fid", "vae", "encode_latents",
         "kind", "model", "classes", "class_counts", "in_chans", "latents", "train_images")
+# Flags that matter with --sample, which takes the rest from the checkpoint; those that name its folder where --out does not; flags that matter with --encode-latents.
+SAMPLE = {"preset", "out", "sample", "sampler", "sample_steps", "cfg_scale", "sample_ema", "seed", "device", "dtype", "threads", "vae", "frechet", "frechet_set", "fid",
+          "data"}
+NAMING = {"backbone", "size", "shortcut", "alpha_min", "alpha_eff", "long_skips", "opt"}
+ENCODE = {"preset", "encode_latents", "data", "vae", "img_size", "holdout", "seed", "micro_batch", "workers", "device", "threads"}
 
 
 def get_args(argv=None):
@@ -87,7 +91,8 @@ def get_args(argv=None):
     add("--sample-steps", type=number(int, low=1), help="steps from noise to data; heun evaluates the net twice a step")
     add("--cfg-scale", type=number(float, low=0), help="classifier-free guidance; 1 is none")
     add("--samples", type=number(int, low=0), help="samples to draw at each evaluation, for samples.png; 0 is off")
-    add("--sample", type=number(int, low=1), default=None, metavar="N", help="do not train: N samples of the checkpoint in --out -> samples.png, samples.npz; --seed seeds their noise")
+    add("--sample", type=number(int, low=1), default=None, metavar="N",
+        help="do not train: N samples of the checkpoint in --out -> samples.png, samples.npz; --seed seeds their noise, --data says where the images for --frechet are now")
     add("--sample-ema", action=argparse.BooleanOptionalAction, default=True, help="sample the averaged weights, where there are any")
     add("--vae", default=None, metavar="NAME_OR_PATH", help="autoencoder of the latents, e.g. stabilityai/sd-vae-ft-ema (needs the diffusers package)")
     add("--encode-latents", default=None, metavar="FOLDER", help="do not train: write the latents of the images in --data, each and its mirror image, to this folder")
@@ -117,12 +122,18 @@ def get_args(argv=None):
     add("--data", help=f"{', '.join(data.NAMES)}, a folder with train/<class>/ and val/<class>/, or one that --encode-latents wrote: "
                        "latents.npy (N, C, Y, X), scaled, labels.npy (N,), optionally val_latents.npy and val_labels.npy")
     add("--holdout", type=number(float, low=0, high=0.9), default=0.0, help="validate on this share of the training set instead: for tuning")
-    add("--flip", action=argparse.BooleanOptionalAction, default=True, help="mirror training images at random, where that keeps their class")
+    add("--flip", action=argparse.BooleanOptionalAction, default=None,
+        help="mirror training images at random, where that keeps their class; None is yes; latents have no such flag, as --encode-latents mirrors them")
     runtime.add_run_flags(parser, never="at the end only")
 
     parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "alpha_min")})
     args = parser.parse_args(argv)
-    if args.data is None and not args.sample:
+    unset = argparse.Namespace(**dict.fromkeys(vars(args), parser))                # filled already, so no default comes in: what changes was given
+    given = {k for k, v in vars(parser.parse_args(argv, unset)).items() if v is not parser}
+    check_given(args, given)
+    if args.sample and "data" not in given:
+        args.data = None                                         # the checkpoint's own
+    elif args.data is None:
         raise BadInput(f"--preset {preset} needs --data: a folder that --encode-latents wrote")
     args.lr = args.lr or PRESETS[preset]["lr"][args.opt]
     if args.betas and args.opt == "muon":
@@ -136,29 +147,50 @@ def get_args(argv=None):
         raise BadInput("--learn-sigma has no meaning for --backbone uvit: leave it out")
     if args.cfg_scale != 1 and not args.label_dropout:
         raise BadInput(f"--cfg-scale {args.cfg_scale} needs a net that has seen samples without label: raise --label-dropout")
+    if args.sample == 1 and (args.frechet or args.fid):
+        raise BadInput("--frechet and --fid compare distributions, so they need a --sample of at least 2, better thousands: raise it")
     if args.sampler == "sde" and args.sample_steps < 2:
         raise BadInput(f"--sampler sde needs --sample-steps of at least 2, not {args.sample_steps}: the last step is without noise")
     args.depth = args.depth or sizes[args.size]["depth"]
-    if args.alpha_eff is not None:
-        if args.alpha_min is not None or args.shortcut != "decayed":
-            raise BadInput("--alpha-eff chooses the --alpha-min of --shortcut decayed: leave one of the flags out")
-        try:
-            args.alpha_min = alpha_min_for(args.alpha_eff, args.depth + (args.backbone == "uvit"), args.schedule, args.decay_on)
-        except ValueError as error:
-            raise BadInput(str(error)) from error
-    if args.alpha_min is None:
-        args.alpha_min = PRESETS[preset]["alpha_min"] if args.shortcut == "decayed" else 1.0
+    blocks = args.depth + (args.backbone == "uvit")
+    try:
+        if args.alpha_eff is not None:
+            if args.alpha_min is not None:
+                raise BadInput("--alpha-eff chooses --alpha-min: give one of the two")
+            args.alpha_min = alpha_min_for(args.alpha_eff, blocks, args.schedule, args.decay_on)
+        elif args.alpha_min is None:
+            args.alpha_min = PRESETS[preset]["alpha_min"] if args.shortcut == "decayed" else 1.0
+        alphas = shortcut_weights(args.shortcut, blocks, args.alpha_min, args.schedule, args.decay_on)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    if 0 in alphas and args.zero_init:
+        what = "--skipless (--shortcut skipless)" if args.shortcut == "skipless" else "--alpha-min 0"
+        raise BadInput(f"{what} needs --backbone uvit and --no-zero-init: while branches start at zero nothing passes a shortcut of weight 0")
     args.out = args.out or (f"out/{args.backbone}-{args.size}-{args.shortcut}{f'-{args.alpha_min:.3g}' if args.shortcut == 'decayed' else ''}"
                             f"{'' if args.long_skips else '-noskips'}-{args.opt}-seed{args.seed}")
     return args
+
+
+def check_given(args, given):
+    """Raises BadInput for a flag that was given (a set of names) and has no effect."""
+    rules = [(args.sample, given - SAMPLE - (set() if args.out else NAMING), "with --sample, which takes all that from the checkpoint: "),
+             (args.encode_latents, given - ENCODE, "with --encode-latents: "),
+             (args.sample and not args.frechet, given & {"data"}, "with --sample but without --frechet: "),
+             (not args.frechet, given & {"frechet_set"}, "without --frechet: "),
+             (not args.frechet and not args.fid, given & {"measure_samples"}, "without --frechet or --fid: "),
+             (args.shortcut != "decayed", given & {"alpha_min", "alpha_eff", "schedule", "decay_on"}, f"with --shortcut {args.shortcut}: use --shortcut decayed, or ")]
+    for applies, useless, why in rules:
+        if applies and useless:
+            flag = min(useless)
+            raise BadInput(f"{'--resume or --fresh' if flag == 'resume' else '--' + flag.replace('_', '-')} has no effect {why}leave it out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # data: pixels in [-1, 1], or latents
 
 def load_data(args):
-    """(ImageData, training transform, evaluation transform, whether they are latents); fills in args.img_size. Pixels come out in [-1, 1]."""
-    folder = Path(args.data).expanduser()
+    """(ImageData, training transform, evaluation transform, whether they are latents); fills in args.img_size and args.flip. Pixels come out in [-1, 1]."""
+    folder, flip_given, args.flip = Path(args.data).expanduser(), args.flip is not None, args.flip is not False
     if not (folder / "latents.npy").exists():
         images = data.load_images(args.data, args.holdout, args.seed)
         images = dataclasses.replace(images, mean=[0.5] * images.in_chans, std=[0.5] * images.in_chans)
@@ -167,6 +199,8 @@ def load_data(args):
             raise BadInput(f"--data {args.data} is a folder of images of any size: pass --img-size, or turn it into latents with --encode-latents")
         return images, data.train_transform(images, args.img_size, "none", flip=args.flip), data.eval_transform(images, args.img_size), False
     images = latents.load(folder, args.holdout, args.seed)
+    if flip_given:
+        raise BadInput(f"--flip has no effect on the latents in {args.data}, whose mirror images --encode-latents has written beside them: leave it out")
     if args.img_size not in (None, images.size):
         raise BadInput(f"--img-size {args.img_size} does not fit the latents in {args.data}, which are {images.size} x {images.size}: leave it out")
     args.img_size = images.size
@@ -248,107 +282,122 @@ def describe_samples(args, ema):
             + (f"EMA weights ({ema:g})" if ema and args.sample_ema else "raw weights"))
 
 
-def load_vit(path, in_chans):
-    """(ViT without head, transform of uint8 images) of a train_vit.py checkpoint: what --frechet measures with. Raises BadInput for any other file."""
+def load_net(flag, path, remedy, ema=True):
+    """`probe.load_model`, whose sentences then name this flag and this remedy."""
     try:
-        vit, made = probe.load_model(path)
+        return probe.load_model(path, ema)
     except BadInput as error:
-        raise BadInput(str(error).replace("--ckpt", "--frechet")) from error
+        raise BadInput(f"{str(error).replace('--ckpt', flag, 1).rpartition(': ')[0]}: {remedy}") from error
+
+
+def load_judge(path, images, side):
+    """(ViT without head, steps from uint8 images to its input) of a train_vit.py checkpoint: what --frechet measures with. Raises BadInput for any other
+    file, and where it cannot measure samples of `side` pixels against `images`."""
+    remedy = "give the ckpt.pt of a run of train_vit.py"
+    vit, made = load_net("--frechet", path, remedy)
     if not isinstance(vit, ViT):
-        raise BadInput(f"--frechet {path} was not written by train_vit.py: pass a checkpoint of it")
-    if made["in_chans"] != in_chans:
-        raise BadInput(f"--frechet {path} reads images of {made['in_chans']} channels and the samples have {in_chans}: pass a net trained on such images")
+        raise BadInput(f"--frechet {path} was not written by train_vit.py: {remedy}")
+    if made["in_chans"] != images.in_chans:
+        raise BadInput(f"--frechet {path} reads images of {made['in_chans']} channels and the samples have {images.in_chans}: pass a net trained on such images")
+    if min(len(images.train), len(images.val)) < 2:
+        raise BadInput(f"--frechet needs at least 2 training and 2 validation images, and --data has {len(images.train)} and {len(images.val)}: add some")
     vit.head = torch.nn.Identity()
-    return vit, data.eval_transform(data.load_images(made["data"]), made["img_size"])
+    try:
+        own = data.load_images(made["data"], made.get("holdout", 0.0), made.get("seed", 0))
+    except BadInput as error:
+        raise BadInput(f"--frechet {path} needs the mean and std of --data {made['data']}, on which it was trained and which cannot be loaded: bring it back, "
+                       f"or {remedy}") from error
+    steps = [v2.Resize((made["img_size"], made["img_size"]), **data.BICUBIC), *data.normalise(own)]
+    if not flow.features(vit, [*data.fit(images, side), *steps], [images.val[0]]).isfinite().all():      # one image, before hours of training
+        raise BadInput(f"--frechet {path} gives features that are not finite: {remedy} that has learned something")
+    return vit, steps
 
 
-@torch.no_grad()
-def vit_features(vit, transform, pixels, batch=100):
-    """uint8 images (N, C, Y, X), or a dataset of them -> pooled features (N, D)."""
-    return torch.cat([vit(torch.stack([transform(pixels[j] if torch.is_tensor(pixels) else pixels[j][0]) for j in range(i, min(i + batch, len(pixels)))]))
-                      for i in range(0, len(pixels), batch)])
-
-
-class Pixels(Dataset):
-    """uint8 images (N, 3, Y, X) as torch-fidelity reads them."""
-    def __init__(self, images):
-        self.images = images.expand(-1, 3, -1, -1)
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        return self.images[i]
-
-
-def measure(pixels, args, images, world, how):
-    """(line to print, record to log) of the Frechet distance and FID that were asked for, on rank 0."""
+def measure(pixels, args, images, judge, world, how):
+    """(line to print, record to log) of the Frechet distance and FID that were asked for, on rank 0. judge: what `check_measures` returned."""
     words, record = [], dict(measured_samples=len(pixels), measured_how=how)
     if args.frechet:
-        vit, transform = load_vit(args.frechet, images.in_chans)
+        vit, steps = judge
+        resized = [*data.fit(images, pixels.shape[-1]), *steps]                      # real images go through the samples' size
         real, other = (images.val, images.train) if args.frechet_set == "val" else (images.train, images.val)
-        made, target, rest = (flow.moments(vit_features(vit, transform, part)) for part in (pixels, real, other))
+        made, target, rest = (flow.moments(flow.features(vit, way, part)) for way, part in ((steps, pixels), (resized, real), (resized, other)))
         record.update(frechet_vit=flow.frechet_distance(*made, *target), frechet_floor=flow.frechet_distance(*rest, *target))
         words.append(f"Fréchet distance (ViT features) {record['frechet_vit']:.3f} to the {len(real)} {args.frechet_set} images "
                      f"(real images, the other {len(other)}: {record['frechet_floor']:.3f})")
     if args.fid:
         fidelity = runtime.import_optional("torch_fidelity", "--fid")
-        found = fidelity.calculate_metrics(input1=Pixels(pixels), input2=args.fid, cuda=world.device.type == "cuda", fid=True, isc=True, verbose=False)
+        found = fidelity.calculate_metrics(input1=flow.Pixels(pixels), input2=args.fid, cuda=world.device.type == "cuda", fid=True, isc=True, verbose=False)
         record.update(fid=found["frechet_inception_distance"], inception_score=found["inception_score_mean"])
         words.append(f"FID {record['fid']:.2f}, Inception Score {record['inception_score']:.1f} (torch-fidelity, {args.fid})")
     return f"{'; '.join(words)}; {len(pixels)} samples, {how}", record
 
 
-def check_measures(args, images, is_latent):
-    """What --frechet, --fid and --vae need, looked for before any work begins."""
-    if args.frechet:
-        if is_latent:
-            raise BadInput("--frechet compares pixels with the images of --data, which here are latents: use --fid, or leave it out")
-        load_vit(args.frechet, images.in_chans)
+def check_measures(args, images, is_latent, side):
+    """What --frechet, --fid and --vae need, looked for before any work begins. Returns what --frechet measures samples of `side` pixels with, or None."""
+    if args.vae and not is_latent:
+        raise BadInput("--vae has no effect on a net of pixels: leave it out, or train on what --encode-latents writes")
     if args.fid:
         runtime.import_optional("torch_fidelity", "--fid")
+        if is_latent and not args.vae:
+            raise BadInput("--fid compares images, which the samples become only by --vae, the autoencoder of the latents: add it")
+        if not (Path(args.fid).is_dir() and any(f.suffix.lower() in (".png", ".jpg", ".jpeg") for f in Path(args.fid).iterdir())):
+            raise BadInput(f"--fid {args.fid} is not a folder of images (png, jpg): pass one")
+    if args.frechet and is_latent:
+        raise BadInput("--frechet compares pixels with the images of --data, which here are latents: use --fid, or leave it out")
+    return load_judge(args.frechet, images, side) if args.frechet else None
 
 
 def sample_only(args, world, dtype):
     """--sample: the checkpoint in --out -> samples.png, samples.npz and the measures that were asked for."""
-    path, saved = runtime.find_checkpoint(args.out, True, "backbone")
-    if saved is None:
-        raise BadInput(f"--out {args.out} holds no ckpt.pt to sample from: train first, or pass the --out of a run")
-    flags = saved["args"]
-    if args.cfg_scale != 1 and not flags["label_dropout"]:
+    path, remedy = Path(args.out) / "ckpt.pt", "train first, or pass the --out of a run of train_sit.py"
+    net, made = load_net("--out", path, remedy, args.sample_ema)
+    needed = ("data", "holdout", "seed", "img_size", "in_chans", "classes", "class_counts", "train_images", "path", "label_dropout", "ema", "latents")
+    lacking = [k for k in needed if k not in made]
+    if made.get("kind") != "sit" or lacking:
+        raise BadInput(f"--out {path} {'lacks ' + ', '.join(lacking) if made.get('kind') == 'sit' else 'was written by another train script'}: {remedy}")
+    if args.cfg_scale != 1 and not made["label_dropout"]:
         raise BadInput(f"--cfg-scale {args.cfg_scale} needs a net that has seen samples without label, and {path} was trained with --label-dropout 0: pass --cfg-scale 1")
-    if flags["latents"] and not args.vae:
+    if made["latents"] and not args.vae:
         raise BadInput(f"{path} makes latents: pass --vae, the autoencoder that turns them into images")
-    images = None
-    if args.frechet:
-        images = load_data(argparse.Namespace(**flags))[0]
-    check_measures(args, images, flags["latents"])
-    vae = latents.load_vae(args.vae, world.device) if flags["latents"] else None
-    net = build_model(flags["backbone"], flags["model"]).to(world.device)
-    use_ema = args.sample_ema and saved["ema"] is not None
-    net.load_state_dict(saved["ema"] if use_ema else saved["model"])
-    how = describe_samples(args, use_ema and flags["ema"])
-    pixels = make_samples(net, args.sample, flags, args, world, dtype, vae)
+    images = load_again(args, made, path) if args.frechet and not made["latents"] else None
+    judge = check_measures(args, images, made["latents"], made["img_size"])
+    vae = latents.load_vae(args.vae, world.device) if made["latents"] else None
+    how = describe_samples(args, made["weights"] == "ema" and made["ema"])
+    pixels = make_samples(net.to(world.device), args.sample, made, args, world, dtype, vae)
     if world.main:
-        print(f"{path}, step {saved['step']}: {args.sample} samples, {how}")
+        print(f"{path}, step {made['step']}: {args.sample} samples, {how}")
         flow.write_grid(Path(args.out) / "samples.png", pixels[:256], columns=8 if args.sample < 64 else 16)
         flow.write_npz(Path(args.out) / "samples.npz", pixels)
         print(f"{args.out}: samples.png, samples.npz (arr_0, uint8 {tuple(pixels.permute(0, 2, 3, 1).shape[:3])} x 3)")
         if args.frechet or args.fid:
-            print(measure(pixels, args, images, world, how)[0])
+            print(measure(pixels, args, images, judge, world, how)[0])
+
+
+def load_again(args, made, path):
+    """The images that the checkpoint at `path` was trained on, which --data finds where they have moved. Raises BadInput where they are not the same ones."""
+    try:
+        images = data.load_images(args.data or made["data"], made["holdout"], made["seed"])
+    except BadInput as error:
+        if args.data:
+            raise
+        raise BadInput(f"{path} was trained on --data {made['data']}, which cannot be loaded: pass --data with the place where it is now") from error
+    if (len(images.train), len(images.classes), images.in_chans) != (made["train_images"], made["classes"], made["in_chans"]):
+        raise BadInput(f"--data {images.name} has {len(images.train)} training images, {len(images.classes)} classes, {images.in_chans} channels, "
+                       f"but {path} was trained on {made['train_images']}, {made['classes']}, {made['in_chans']}: pass the place where those are now")
+    return images
 
 
 def main(argv=None):
     args = get_args(argv)
     world = runtime.start(args.device, args.threads)
     dtype, why = runtime.pick_dtype(args.dtype, world.device)
-    micro_steps = runtime.split_batch(args, world)
     if args.sample or args.encode_latents:
         return sample_only(args, world, dtype) if args.sample else latents.encode(args, world)
+    micro_steps = runtime.split_batch(args, world)
 
     # data, model, optimizer
     images, train_tf, eval_tf, is_latent = load_data(args)
-    check_measures(args, images, is_latent)
+    judge = check_measures(args, images, is_latent, args.img_size)
     per_epoch = data.steps_per_epoch(len(images.train), args.batch_size)
     steps, eval_every, save_every = args.steps, args.eval_every or args.steps, args.save_every or args.steps
     options = model_options(args, images)
@@ -409,7 +458,6 @@ def main(argv=None):
     batches = data.train_batches(images.train, train_tf, args.batch_size, args.seed, step, steps, world.rank, world.size, micro_steps, args.workers)
     bar = tqdm(total=steps, initial=step, disable=not (world.main and sys.stdout.isatty()), unit="step", dynamic_ncols=True)
     share, shape = args.batch_size // world.size, (images.in_chans, args.img_size, args.img_size)
-    how = describe_samples(args, args.ema)
     window, clock = [], time.perf_counter()
 
     while step < steps:
@@ -452,16 +500,13 @@ def main(argv=None):
                      step=step, epoch=step / per_epoch, loss=mean, lr=lr, grad_norm=norm, images_per_s=rate)
             if eval_now:
                 val_loss = evaluate(ema or raw, images, eval_tf, args, world, dtype)
-                best, finest = min(best, val_loss), step == steps and (args.frechet or args.fid)
+                runtime.check_val(val_loss, step, lr)
+                best = min(best, val_loss)
                 log.line(f"step {step:6d}  val loss {val_loss:.4f}" + " (ema)" * bool(ema), step=step, val_loss=val_loss, alpha_eff=raw.alpha_eff)
-                count = max(args.samples, args.measure_samples if finest else 0)
-                if count and (vae or not is_latent):
-                    pixels = make_samples(ema if ema and args.sample_ema else raw, count, flags, args, world, dtype, vae)
-                    if world.main and args.samples:
-                        flow.write_grid(Path(args.out) / "samples.png", pixels[:args.samples], columns=8)
-                    if world.main and finest:
-                        line, record = measure(pixels[:args.measure_samples], args, images, world, how)
-                        log.line(f"step {step:6d}  {line}", step=step, **record)
+                if args.samples and (vae or not is_latent):
+                    pixels = make_samples(ema if ema and args.sample_ema else raw, args.samples, flags, args, world, dtype, vae)
+                    if world.main:
+                        flow.write_grid(Path(args.out) / "samples.png", pixels, columns=8)
             if save_now and world.main:
                 runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=ema and ema.state_dict(), optimizer=optimizer.state_dict(),
                                                    step=step, best=best, rng=torch.get_rng_state(), args=flags))
@@ -470,6 +515,12 @@ def main(argv=None):
 
     if val_loss is None:                                         # resumed at its end: nothing was left to train
         val_loss = evaluate(ema or raw, images, eval_tf, args, world, dtype)
+        runtime.check_val(val_loss, step, args.lr)
+    if args.frechet or args.fid:                                 # after the checkpoint is safe
+        pixels = make_samples(ema if ema and args.sample_ema else raw, args.measure_samples, flags, args, world, dtype, vae)
+        if world.main:
+            line, record = measure(pixels, args, images, judge, world, describe_samples(args, args.ema))
+            log.line(f"step {step:6d}  {line}", step=step, **record)
     if world.main:
         runtime.plot_curve(args.out, f"{args.backbone} {args.size}, {args.shortcut} {args.alpha_min:.3g}, {args.opt}", "val_loss", "validation loss", 4)
     log.say(f"{args.out}: ckpt.pt, log.jsonl, args.json, curve.png{', samples.png' if args.samples and (vae or not is_latent) else ''}; best val loss {best:.4f}")

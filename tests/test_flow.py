@@ -246,6 +246,15 @@ def test_frechet_distance_of_few_samples_is_real_and_zero_to_itself():
     assert flow.frechet_distance(m, c, m + 1, c) == pytest.approx(20, abs=1e-5)
 
 
+def test_features_of_a_tensor_and_of_a_dataset_are_those_of_each_image():
+    """Batches and their rest change nothing, and the steps come before the net."""
+    images = torch.randint(0, 256, (7, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    steps = [lambda x: x.float() / 2]
+    for pixels in (images, [(x, 0) for x in images]):
+        found = flow.features(lambda x: x.flatten(1).square(), steps, pixels, batch=3)
+        assert torch.equal(found, (images.float() / 2).flatten(1).square())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 

@@ -1,4 +1,5 @@
 """train_sit.py as people use it: killed and resumed, on one process and on two, compiled, sampled from, with wrong input; and its draws against counts."""
+import dataclasses
 import functools
 import json
 import re
@@ -28,6 +29,11 @@ CPU = runtime.World(0, 1, torch.device("cpu"), "test")
 
 def command(out, *flags):
     return [*TINY, "--out", str(out), *map(str, flags)]
+
+
+def sampling(out, count, *flags):
+    """The flags of --sample, which refuses those of training."""
+    return [*map(str, ["--threads", "1", "--device", "cpu", "--out", out, "--sample", count, "--sample-steps", "2", *flags])]
 
 
 def train(out, *flags):
@@ -81,7 +87,7 @@ def test_what_a_run_leaves(finished):
     lines = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
     train_lines, eval_lines = [r for r in lines if "loss" in r], [r for r in lines if "val_loss" in r]
     assert all({"step", "epoch", "loss", "lr", "grad_norm", "images_per_s"} == r.keys() for r in train_lines)
-    assert [r.keys() for r in eval_lines] == [{"step", "val_loss"}] * 2 and [r["step"] for r in eval_lines] == [4, 8]
+    assert [r.keys() for r in eval_lines] == [{"step", "val_loss", "alpha_eff"}] * 2 and [r["step"] for r in eval_lines] == [4, 8]
     assert [r["lr"] for r in train_lines] == [5e-4] + [1e-3] * 7           # warm-up, then constant
     saved = load(finished)
     assert set(saved) == {"model", "ema", "optimizer", "step", "best", "rng", "args"} and saved["best"] == min(r["val_loss"] for r in eval_lines)
@@ -296,7 +302,7 @@ def test_sample_uses_the_weights_it_says(copied, capsys, flags, weights, words):
         p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     runtime.save_checkpoint(copied / "ckpt.pt", saved)
     before = contents(copied)
-    train_sit.main(command(copied, "--sample", "5", *flags))
+    train_sit.main(sampling(copied, 5, *flags))
     printed = capsys.readouterr().out
     assert words in printed and "5 samples" in printed and "heun 2 steps" in printed and "step 8" in printed
     images = npz(copied)
@@ -313,16 +319,58 @@ def test_samples_do_not_depend_on_how_many_or_on_processes(copied, sampler):
     """70 samples by one process and by two, and the first 9 alone: equal to the bit, guided too."""
     found = []
     for n, count in ((1, 70), (2, 70), (1, 9)):
-        codes, outputs = launch_ranks(n, script, command(copied, "--sample", count, "--sampler", sampler, "--cfg-scale", "2", "--sample-steps", "3"), folder=copied.parent)
+        codes, outputs = launch_ranks(n, script, sampling(copied, count, "--sampler", sampler, "--cfg-scale", "2", "--sample-steps", "3"), folder=copied.parent)
         assert codes == [0] * n, outputs
         found.append(npz(copied))
     assert (found[0] == found[1]).all() and (found[0][:9] == found[2]).all()
 
 
-def test_training_needs_not_know_the_architecture_to_sample(copied):
-    """The checkpoint says what the net is: other flags of the model do not matter, and --data is not read."""
-    train_sit.main(["--threads", "1", "--device", "cpu", "--out", str(copied), "--sample", "2", "--sample-steps", "2", "--data", "nowhere", "--size", "S"])
-    assert npz(copied).shape == (2, 8, 8, 3)
+def test_a_run_is_found_by_the_flags_that_name_it(tmp_path, monkeypatch, capsys):
+    """Without --out; with it they would have no effect. The checkpoint says the rest, and its --data is not read."""
+    monkeypatch.chdir(tmp_path)
+    made = train("out/sit-nano-residual-adamw-seed0", "--shortcut", "residual", "--steps", "1")
+    runtime.save_checkpoint("out/sit-nano-residual-adamw-seed0/ckpt.pt", made | dict(args=made["args"] | dict(data="nowhere")))
+    train_sit.main(["--shortcut", "residual", "--sample", "2", "--sample-steps", "2"])
+    assert npz("out/sit-nano-residual-adamw-seed0").shape == (2, 8, 8, 3)
+    assert "--shortcut has no effect with --sample" in sentence(capsys, sampling("out/sit-nano-residual-adamw-seed0", 2, "--shortcut", "residual"))
+
+
+def test_any_number_of_processes_samples(copied):
+    """Three, by which the training's batch of 64 cannot be divided."""
+    codes, outputs = launch_ranks(3, script, sampling(copied, 2), folder=copied.parent)
+    assert codes == [0] * 3 and npz(copied).shape == (2, 8, 8, 3), outputs
+
+
+@pytest.mark.parametrize("flags, words", [
+    *((flags, [flags[0].replace("no-", ""), "no effect with --sample"]) for flags in (
+        ["--path", "gvp"], ["--backbone", "uvit"], ["--alpha-min", ".5"], ["--lr", ".1"], ["--steps", "9"], ["--holdout", ".1"], ["--encode-latents", "l"], ["--no-flip"],
+        ["--batch-size", "7"], ["--micro-batch", "7"], ["--samples", "3"], ["--measure-samples", "9"])),
+    (["--fresh"], ["--fresh", "no effect with --sample"]), (["--data", "emoji"], ["--data", "without --frechet"]), (["--vae", "x"], ["--vae", "net of pixels"]),
+    (["--frechet-set", "train"], ["--frechet-set", "without --frechet"]), (["--sample", "1", "--frechet", "VIT"], ["--frechet", "--sample of at least 2"]),
+    (["--data", "emoji", "--frechet", "VIT"], ["--data emoji", "2202 training images", "trained on 1442", "where those are now"]),
+    (["--data", "nowhere", "--frechet", "VIT"], ["--data 'nowhere'"]),
+], ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "")
+def test_sample_refuses_what_has_no_effect(copied, vit, capsys, flags, words):
+    before = contents(copied)
+    said = sentence(capsys, sampling(copied, 2, *(str(vit) if f == "VIT" else f for f in flags)))
+    assert all(w in said for w in words), said
+    assert contents(copied) == before
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda saved: saved.pop("optimizer"), ["not a whole checkpoint"]), (lambda saved: saved["args"].pop("class_counts"), ["lacks class_counts"]),
+    (lambda saved: saved["args"].pop("kind"), []), (lambda saved: saved["args"].update(lm=True), ["language model"]),
+    (lambda saved: saved["ema"].pop("head.weight"), ["head.weight"]), (None, ["not a whole checkpoint"])])
+def test_sample_needs_a_whole_checkpoint_of_its_own(copied, capsys, damage, words):
+    saved = load(copied)
+    if damage:
+        damage(saved)
+        torch.save(saved, copied / "ckpt.pt")
+    else:
+        (copied / "ckpt.pt").write_bytes(b"x")
+    said = sentence(capsys, sampling(copied, 2))
+    assert "--out" in said and "ckpt.pt" in said and said.endswith(": train first, or pass the --out of a run of train_sit.py") and "--fresh" not in said
+    assert all(w in said for w in words), said
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +383,7 @@ def vit(tmp_path_factory):
 
 def test_frechet_distance_on_vit_features(copied, vit, capsys):
     """The printed figure is the distance of the features before the head, of the samples in the npz and the validation images; never called FID."""
-    train_sit.main(command(copied, "--sample", "40", "--frechet", vit))
+    train_sit.main(sampling(copied, 40, "--frechet", vit))
     printed = capsys.readouterr().out.splitlines()[-1]
     assert "Fréchet distance (ViT features)" in printed and "FID" not in printed
     for words in ("355 val images", "40 samples", "cfg scale 1", "heun 2 steps", "EMA"):
@@ -358,14 +406,104 @@ def test_frechet_distance_at_the_end_of_training_is_logged(tmp_path, vit):
     assert last["step"] == 2 and last["measured_samples"] == 6 and last["frechet_vit"] > 0 and "cfg scale 1, heun 2 steps" in last["measured_how"]
 
 
+@pytest.mark.parametrize("make", [lambda i: torch.full((3, 30 + i, 44), 20 * i, dtype=torch.uint8).numpy(), None], ids=["a folder", "emoji"])
+def test_frechet_distance_between_images_of_other_sizes(tmp_path, vit3, make):
+    """Samples of 12 x 12, a ViT of 16 x 16, images of 32 x 32 or of any size: real images go through the samples' size and then, as the samples do, through the
+    ViT's. So a net that says real images exactly, here by a stand-in for the samples, has distance 0."""
+    name = "emoji"
+    if make:
+        name = tmp_path / "photos"
+        for i in range(12):
+            path = name / ("train" if i < 8 else "val") / "ab"[i % 2] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(make(i).transpose(1, 2, 0)).save(path)
+    images = data.load_images(name)
+    if not make:                                                 # fewer, to be quick
+        images = dataclasses.replace(images, train=images.train.take(torch.arange(99)), val=images.val.take(torch.arange(60)))
+    shrink = train_sit.v2.Compose(data.fit(images, 12))
+    real = torch.stack([shrink(images.val[i][0]) for i in range(len(images.val))])
+    assert real.shape[1:] == (3, 12, 12) and real.dtype == torch.uint8
+    args = train_sit.get_args(["--data", str(name), "--frechet", str(vit3)])
+    judge = train_sit.check_measures(args, images, False, 12)
+    record = train_sit.measure(real, args, images, judge, CPU, "how")[1]
+    assert record["frechet_vit"] == pytest.approx(0, abs=1e-4) and record["frechet_floor"] > 1e-2
+    args.frechet_set = "train"                                   # the other way round
+    assert train_sit.measure(real, args, images, judge, CPU, "how")[1]["frechet_vit"] == pytest.approx(record["frechet_floor"], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def vit3(tmp_path_factory):
+    """A ViT of colour images of 16 x 16, trained on part of the emoji."""
+    out = tmp_path_factory.mktemp("vit3") / "run"
+    train_vit.main(["--threads", "1", "--device", "cpu", "--data", "emoji", "--img-size", "16", "--patch-size", "8", "--depth", "1", "--batch-size", "64",
+                    "--epochs", ".1", "--holdout", ".5", "--seed", "3", "--out", str(out)])
+    return out / "ckpt.pt"
+
+
+def test_the_judge_normalises_with_its_own_statistics(vit3):
+    """Those of the half of the emoji that the holdout of its own seed left to train on."""
+    images, own = data.load_images("emoji"), data.load_images("emoji", 0.5, 3)
+    x = images.val[0][0]
+    found = train_sit.v2.Compose(train_sit.load_judge(vit3, images, 32)[1])(x)
+    torch.testing.assert_close(found, data.eval_transform(own, 16)(x))
+    assert (found - data.eval_transform(images, 16)(x)).abs().max() > 1e-4
+
+
+def test_frechet_at_another_img_size_than_the_datas(tmp_path, vit):
+    """The whole way: trained at 16 x 16 on digits of 8 x 8 and judged by a net of 8 x 8."""
+    train(tmp_path / "run", "--img-size", "16", "--steps", "1", "--frechet", vit, "--measure-samples", "4")
+    assert rows(tmp_path / "run")[-1]["frechet_vit"] > 0
+
+
+def test_a_measure_that_fails_costs_no_training(tmp_path, vit, monkeypatch):
+    """The checkpoint is there before; and the same command then measures what it holds."""
+    def fail(*arguments):
+        raise RuntimeError("no memory")
+    flags = ["--steps", "2", "--samples", "0", "--frechet", vit, "--measure-samples", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_sit, "measure", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            train(tmp_path / "run", *flags)
+    assert load(tmp_path / "run")["step"] == 2 and "frechet_vit" not in rows(tmp_path / "run")[-1]
+    train(tmp_path / "run", *flags)
+    assert [r["step"] for r in rows(tmp_path / "run") if "frechet_vit" in r] == [2]
+
+
+def test_data_that_has_moved(tmp_path, vit, capsys):
+    """Sampling looks for the images where --data says, and otherwise names the checkpoint and the remedy; the judge's own are named with --frechet."""
+    for i in range(16):
+        path = tmp_path / "old" / ("train" if i < 8 else "val") / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (15 * i, 0, 99)).save(path)
+    judge = tmp_path / "judge"
+    train_vit.main(["--threads", "1", "--device", "cpu", "--data", str(tmp_path / "old"), "--img-size", "8", "--patch-size", "4", "--depth", "1", "--batch-size", "4",
+                    "--epochs", "1", "--out", str(judge)])
+    train(tmp_path / "run", "--data", tmp_path / "old", "--img-size", "8", "--batch-size", "4", "--steps", "1")
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    flags = sampling(tmp_path / "run", 2, "--frechet", judge)
+    said = sentence(capsys, flags)
+    assert f"{tmp_path / 'run' / 'ckpt.pt'} was trained on --data {tmp_path / 'old'}" in said and "pass --data" in said
+    said = sentence(capsys, [*flags, "--data", tmp_path / "new"])
+    assert f"--frechet {judge}" in said and f"--data {tmp_path / 'old'}" in said
+    saved = load(judge)
+    runtime.save_checkpoint(judge / "ckpt.pt", saved | dict(args=saved["args"] | dict(data=str(tmp_path / "new"))))
+    capsys.readouterr()
+    train_sit.main([*flags, "--data", str(tmp_path / "new")])
+    assert "to the 8 val images" in capsys.readouterr().out
+
+
 def test_fid_through_torch_fidelity(copied, capsys, monkeypatch):
     """What the package is handed: three-channel uint8 images; and what comes back is printed with all it depends on."""
     def calculate_metrics(input1, input2, fid, isc, **rest):
-        assert input1[0].shape == (3, 8, 8) and input1[0].dtype == torch.uint8 and len(input1) == 4 and input2 == "photos"
+        assert input1[0].shape == (3, 8, 8) and input1[0].dtype == torch.uint8 and len(input1) == 4 and input2 == str(copied.parent / "photos")
         return {"frechet_inception_distance": 12.345, "inception_score_mean": 67.89}
     monkeypatch.setitem(sys.modules, "torch_fidelity", types.SimpleNamespace(calculate_metrics=calculate_metrics))
-    train_sit.main(command(copied, "--sample", "4", "--fid", "photos"))
-    assert "FID 12.35, Inception Score 67.9 (torch-fidelity, photos); 4 samples, cfg scale 1" in capsys.readouterr().out.splitlines()[-1].replace("12.34,", "12.35,")
+    photos = copied.parent / "photos"
+    photos.mkdir()
+    assert f"--fid {photos} is not a folder of images" in sentence(capsys, sampling(copied, 4, "--fid", photos))
+    Image.new("RGB", (8, 8)).save(photos / "a.png")
+    train_sit.main(sampling(copied, 4, "--fid", photos))
+    assert f"FID 12.35, Inception Score 67.9 (torch-fidelity, {photos}); 4 samples, cfg scale 1" in capsys.readouterr().out.splitlines()[-1].replace("12.34,", "12.35,")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,7 +534,7 @@ def vae(monkeypatch):
 
 def test_latents_from_images_to_samples(tmp_path, vae, capsys):
     """Images -> latents.npy with mirror images -> training without the images -> samples through the decoder."""
-    train_sit.main(["--threads", "1", "--device", "cpu", "--data", "emoji", "--vae", "any", "--encode-latents", str(tmp_path / "latents"), "--batch-size", "64"])
+    train_sit.main(["--threads", "1", "--device", "cpu", "--data", "emoji", "--vae", "any", "--encode-latents", str(tmp_path / "latents"), "--micro-batch", "60"])
     z, y = np.load(tmp_path / "latents" / "latents.npy"), np.load(tmp_path / "latents" / "labels.npy")
     images = data.load_images("emoji")
     pixels = images.train.images.float() / 127.5 - 1
@@ -409,8 +547,8 @@ def test_latents_from_images_to_samples(tmp_path, vae, capsys):
     saved = train(tmp_path / "run", "--data", tmp_path / "latents", "--steps", "2", "--workers", "1")
     assert saved["args"]["latents"] and saved["args"]["in_chans"] == 4 and saved["args"]["img_size"] == 16 and not (tmp_path / "run" / "samples.png").exists()
     assert "without --vae" in capsys.readouterr().out
-    assert "--vae" in sentence(capsys, command(tmp_path / "run", "--sample", "2"))
-    train_sit.main(command(tmp_path / "run", "--sample", "2", "--vae", "any"))
+    assert "--vae" in sentence(capsys, sampling(tmp_path / "run", 2))
+    train_sit.main(sampling(tmp_path / "run", 2, "--vae", "any"))
     assert npz(tmp_path / "run").shape == (2, 32, 32, 3)
 
 
@@ -436,13 +574,24 @@ def test_latents_without_validation_are_split_with_their_mirror_images(tmp_path)
     (lambda f: (f / "labels.npy").unlink(), "labels.npy"),
     (lambda f: (f / "latents.npy").write_bytes(b"x"), "latents.npy"),
     (lambda f: np.save(f / "labels.npy", np.zeros(3, dtype=np.int64)), "labels.npy"),
-    (lambda f: np.save(f / "labels.npy", np.full(80, -1)), "labels.npy"),
+    (lambda f: np.save(f / "labels.npy", np.arange(80) % 3 - 1), "labels.npy has the label -1, and labels count from 0"),
+    (lambda f: np.savez((f / "latents.npy").open("wb"), np.zeros((80, 4, 8, 8))), "latents.npy"),
+    (lambda f: np.savez((f / "labels.npy").open("wb"), np.zeros(80, dtype=int)), "labels.npy"),
+    (lambda f: np.save(f / "labels.npy", np.arange(80)), "share of 0.05 of each class: pass a larger --holdout, or add val_latents.npy"),
     (lambda f: np.save(f / "latents.npy", np.zeros((80, 4, 8), dtype=np.float16)), "latents.npy"),
 ])
 def test_damaged_latents(tmp_path, capsys, damage, word):
     folder = latent_folder(tmp_path / "l")
     damage(folder)
     assert word in sentence(capsys, command(tmp_path / "out", "--data", folder)) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags, words", [(["--flip"], ["--flip", "latents"]), (["--no-flip"], ["--flip", "latents"]), (["--frechet", "x"], ["--frechet", "latents"]),
+                                          (["--fid", "."], ["--fid", "--vae"]), (["--img-size", "9"], ["--img-size 9"]), (["--holdout", ".01"], ["--holdout 0.01", "raise it"])])
+def test_flags_that_latents_refuse(tmp_path, capsys, monkeypatch, flags, words):
+    monkeypatch.setitem(sys.modules, "torch_fidelity", types.SimpleNamespace())
+    said = sentence(capsys, command(tmp_path / "out", "--data", latent_folder(tmp_path / "l"), *flags))
+    assert all(w in said for w in words) and not (tmp_path / "out").exists(), said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -463,8 +612,12 @@ def sentence(capsys, argv):
     (["--micro-batch", "24"], ["--batch-size 32", "--micro-batch 24"]),
     (["--batch-size", "2000"], ["--batch-size 2000", "1442"]),
     (["--depth", "3"], ["depth 3", "even"]),
-    (["--skipless"], ["shortcut"]),
-    (["--shortcut", "residual", "--alpha-min", ".5"], ["alpha_min 0.5", "residual"]),
+    (["--skipless"], ["--skipless (--shortcut skipless) needs --backbone uvit and --no-zero-init"]), (["--backbone", "uvit", "--skipless"], ["--skipless", "--no-zero-init"]),
+    (["--alpha-min", "0"], ["--alpha-min 0 needs --backbone uvit and --no-zero-init"]),
+    *((["--shortcut", "residual", *flags], [f"{flags[0]} has no effect with --shortcut residual: use --shortcut decayed"]) for flags in (
+        ["--alpha-min", ".5"], ["--alpha-eff", ".5"], ["--schedule", "cosine"], ["--decay-on", "mlp"])),
+    (["--vae", "x"], ["--vae", "pixels"]), (["--frechet-set", "train"], ["--frechet-set", "without --frechet"]), (["--measure-samples", "9"], ["--measure-samples", "--fid"]),
+    (["--frechet", "nosuch"], ["--frechet nosuch is not a file: give the ckpt.pt of a run of train_vit.py"]),
     (["--alpha-min", ".5", "--alpha-eff", ".1"], ["--alpha-eff", "--alpha-min"]),
     (["--alpha-eff", ".1", "--decay-on", "attn"], ["alpha_eff 0.1", "out of reach"]),
     (["--backbone", "uvit", "--size", "XL"], ["--size XL", "nano"]),
@@ -476,7 +629,7 @@ def sentence(capsys, argv):
     (["--data", "nowhere/at/all"], ["--data", "nowhere/at/all"]),
     (["--frechet", "nowhere.pt"], ["nowhere.pt"]),
     (["--sample", "0"], ["--sample"]), (["--ema", "1"], ["--ema"]), (["--lr", "nan"], ["--lr"]),
-    (["--encode-latents", "l"], ["--vae"]), (["--sample", "3"], ["--out", "ckpt.pt"]),
+    (["--encode-latents", "l"], ["--batch-size", "no effect with --encode-latents"]),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "")
 def test_bad_flag(tmp_path, capsys, flags, words):
     """Exit code 2, one sentence that names the flag, and no folder left behind."""
@@ -489,15 +642,23 @@ def test_bad_flag(tmp_path, capsys, flags, words):
 def test_optional_packages_are_missed_before_anything_is_written(tmp_path, capsys, monkeypatch, flag, module):
     monkeypatch.setitem(sys.modules, module, None)
     said = sentence(capsys, command(tmp_path / "out", flag, "x"))
-    assert flag in said and f"pip install {module}" in said and not (tmp_path / "out").exists()
+    assert flag in said and f"pip install {module.replace('_', '-')}" in said and not (tmp_path / "out").exists()
 
 
-def test_vae_without_diffusers_and_without_the_model(tmp_path, capsys, monkeypatch):
+def test_what_is_missing_is_said_before_any_work(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    flags = command(tmp_path / "out", "--encode-latents", tmp_path / "l", "--vae")
+    flags = ["--device", "cpu", "--data", "digits8x8", "--encode-latents", tmp_path / "l", "--vae"]
+    assert "--vae stabilityai" in sentence(capsys, flags[:-1])
+    assert "--out" in sentence(capsys, sampling(tmp_path / "out", 3)) and not (tmp_path / "out").exists()
     assert "pip install diffusers" in sentence(capsys, [*flags, "any"])
     monkeypatch.setitem(sys.modules, "diffusers", types.SimpleNamespace(AutoencoderKL=FakeVAE))
     assert "--vae missing" in sentence(capsys, [*flags, "missing"]) and not (tmp_path / "l").exists()
+
+
+def test_a_last_update_that_blows_up_is_said_and_not_saved(tmp_path, capsys):
+    """The loss of the only step is finite, the weights after it are not."""
+    said = sentence(capsys, command(tmp_path / "out", "--steps", "1", "--warmup", "0", "--lr", "1e30", "--weight-decay", "1e10", "--ema", "0"))
+    assert "validation loss" in said and "step 1" in said and "1e+30" in said and not (tmp_path / "out" / "ckpt.pt").exists()
 
 
 def test_checkpoints_of_other_scripts_are_refused(copied, vit, tmp_path, capsys):
