@@ -404,6 +404,9 @@ def test_an_incomplete_folder_is_named(folder, damage, says):
 def test_unknown_names_and_impossible_holdouts(folder):
     with pytest.raises(BadInput, match="'cifar11' is neither a folder nor one of mnist5k, digits8x8, emoji, emoji-subgroups, emoji-artists, scenes, scenes-subgroups, cifar10, cifar100"):
         D.load_images("cifar11")
+    for name in ("~nosuchuser/images", "x" * 300):
+        with pytest.raises(BadInput, match="is neither a folder nor one of"):
+            D.load_images(name)
     with pytest.raises(BadInput, match="--holdout 1.5"):
         D.load_images("mnist5k", holdout=1.5)
     with pytest.raises(BadInput, match="--holdout 0.1 of 6 images leaves none"):
@@ -477,3 +480,46 @@ def test_cifar_without_a_process_group(tmp_path, monkeypatch):
     data = D.load_images("cifar10")
     assert (data.in_chans, data.size, data.flip, data.classes) == (3, 32, True, ["cat", "dog"])
     assert data.train[1][0][2, 0, 5] == (32 * 32 * 3 + 5 * 3 + 2) % 256           # channel last became channel first
+
+
+# ------------------------------------------------------------------------------------------------------------------- scenes
+def test_a_scene_is_the_drawing_on_the_photograph_and_nothing_else():
+    """One colour on another: an opaque square of half to nine tenths of the side, whole, on the rest; a transparent drawing leaves the photograph."""
+    photo, drawing = torch.full((3, 50, 70), 40.0), torch.full((4, 32, 32), 255.0)
+    sides, corners = set(), set()
+    for seed in range(200):
+        image = D.scene(drawing, [photo.clone()], torch.Generator().manual_seed(seed))
+        assert image.dtype == torch.uint8 and set(image.unique().tolist()) == {40, 255}
+        ys, xs = (image[0] == 255).nonzero().T
+        side = int(ys.max() - ys.min()) + 1
+        assert side == int(xs.max() - xs.min()) + 1 and len(ys) == side ** 2 and 16 <= side <= 28
+        sides.add(side), corners.add((int(ys.min()), int(xs.min())))
+    assert sides == set(range(16, 29)) and len(corners) > 50
+    drawing[3] = 0
+    assert D.scene(drawing, [photo], torch.Generator().manual_seed(0)).eq(40).all()
+
+
+def test_scenes_share_no_concept_and_no_photograph_between_training_and_validation(monkeypatch):
+    """The concepts are split as emoji's, two scenes of each drawing; the photographs 4 to 1."""
+    seen = []
+
+    def record(drawing, photos, generator):
+        seen.append({photo.sum().item() for photo in photos})
+        return on_white(drawing)
+
+    on_white = lambda rgba: D.on_white(rgba.to(torch.uint8))
+    monkeypatch.setattr(D, "scene", record)
+    plain, scenes = D.load_images("emoji"), D.load_images("scenes")
+    for part in ("train", "val"):
+        flat, pasted = getattr(plain, part), getattr(scenes, part)
+        assert torch.equal(pasted.labels, flat.labels.repeat_interleave(2)) and torch.equal(pasted.images, flat.images.repeat_interleave(2, 0))
+    train, val = seen[0], seen[-1]
+    assert len(train) == 20 and len(val) == 5 and not train & val and all(s in (train, val) for s in seen)
+
+
+def test_scenes_are_always_the_same_and_pixels_tell_little():
+    first, again = D.load_images("scenes"), D.load_images("scenes-subgroups")
+    assert torch.equal(first.train.images, again.train.images) and torch.equal(first.val.images, again.val.images)
+    assert len(first.classes) == 7 and len(again.classes) == 81 and len(first.train) == 4404 and len(first.val) == 1092
+    near = torch.cdist(first.val.images.flatten(1).float(), first.train.images.flatten(1).float()).argmin(1)
+    assert (first.train.labels[near] == first.val.labels).float().mean() < 0.4

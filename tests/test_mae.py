@@ -555,8 +555,8 @@ def test_images_that_patches_do_not_tile_are_refused(rows, cols):
 
 @pytest.mark.parametrize("options, words", [
     (dict(img_size=18), "18 x 18 is not divisible by patch size 4"), (dict(depth=3), "every second of 3 encoder blocks"),
-    (dict(decoder_depth=1), "one of 1 decoder blocks"), (dict(num_heads=3), "16 is not divisible by num_heads 3"), (dict(decoder_heads=5), "12 is not divisible by num_heads 5"),
-    (dict(embed_dim=18), "4 divides, not 18"), (dict(decoder_dim=6, decoder_heads=2), "4 divides, not 6"), (dict(scaling="all"), "scaling 'all' is unknown"),
+    (dict(decoder_depth=1), "one of 1 decoder blocks"), (dict(num_heads=3), "16 is not divisible by num_heads 3"), (dict(decoder_heads=5), "decoder_dim 12 is not divisible by decoder_heads 5"),
+    (dict(embed_dim=18), "4 divides, not 18"), (dict(decoder_dim=6, decoder_heads=2), "decoder_dim 6 is not divisible by 4"), (dict(scaling="all"), "scaling 'all' is unknown"),
     (dict(scaling="both", alpha_min=0.5), "ablation of the plain shortcut"), (dict(scaling="branch", shortcut="skipless"), "ablation of the plain shortcut"),
     (dict(learn_alphas=True, shortcut="skipless"), "learn_alphas"), (dict(learn_alphas=True, scaling="both"), "learn_alphas"),
     (dict(alpha_min=0.5, shortcut="residual"), "has no effect on a residual shortcut"), (dict(alpha_min=1.5), "between 0 and 1"),

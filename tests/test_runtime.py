@@ -133,7 +133,7 @@ def _save_for_ever(path, started):
     version = 0
     while True:
         version += 1
-        runtime.save_checkpoint(path, dict(model=dict(w=torch.full((250_000,), float(version))), optimizer={}, step=version, best=0.0, rng=torch.get_rng_state(), args={}))
+        runtime.save_checkpoint(path, dict(model=dict(w=torch.full((250_000,), float(version))), ema=None, optimizer={}, step=version, best=0.0, rng=torch.get_rng_state(), args={}))
         started.set()
 
 
@@ -163,7 +163,7 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 
 
 def _whole():
-    return dict(model=dict(w=torch.arange(4000.0)), optimizer=dict(state={}), step=3, best=0.0, rng=torch.get_rng_state(), args=dict(lr=0.1))
+    return dict(model=dict(w=torch.arange(4000.0)), ema=None, optimizer=dict(state={}), step=3, best=0.0, rng=torch.get_rng_state(), args=dict(lr=0.1))
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

@@ -427,7 +427,7 @@ def sentence(capsys, argv):
     (["--patch-size", "3"], ["8 x 8", "patch size 3"]), (["--mask-ratio", ".99"], ["mask ratio 0.99", "0 of 16"]), (["--patch-size", "8"], ["mask ratio 0.75", "0 of 1"]),
     (["--mask-ratio", "0"], ["--mask-ratio"]), (["--mask-ratio", "1"], ["--mask-ratio"]), (["--mask-ratio", "nan"], ["--mask-ratio"]),
     (["--depth", "3"], ["long skips", "3 encoder blocks"]), (["--depth", "6"], ["6 encoder blocks", "2 decoder blocks"]),
-    (["--decoder-heads", "3"], ["16", "num_heads 3"]), (["--decoder-dim", "18"], ["18", "4 divides"]),
+    (["--decoder-heads", "3"], ["16", "decoder_heads 3"]), (["--decoder-dim", "18"], ["18", "divisible by 4"]),
     (["--shortcut", "residual", "--alpha-min", ".5"], ["--alpha-min", "--shortcut residual"]), (["--skipless", "--alpha-eff", ".01"], ["--alpha-eff", "--shortcut skipless"]),
     (["--plain", "--alpha-min", ".5"], ["--alpha-min", "--shortcut residual"]), (["--shortcut", "residual", "--schedule", "cosine"], ["--schedule", "no effect"]),
     (["--skipless", "--decay-on", "mlp"], ["--decay-on", "no effect"]), (["--alpha-min", ".5", "--alpha-eff", ".01"], ["--alpha-eff", "--alpha-min", "one of the two"]),
@@ -471,9 +471,15 @@ def test_checkpoint_of_another_run(copied, capsys, flags, words):
 
 @pytest.mark.parametrize("foreign", [dict(train_images=5, classes=10), dict(lm={}), dict(kind="sit")], ids=str)
 def test_another_scripts_checkpoint_is_refused_by_name(tmp_path, capsys, foreign):
-    runtime.save_checkpoint(tmp_path / "ckpt.pt", dict(model={}, optimizer={}, step=1, best=0.0, rng=torch.get_rng_state(), args=foreign))
+    runtime.save_checkpoint(tmp_path / "ckpt.pt", dict(model={}, ema=None, optimizer={}, step=1, best=0.0, rng=torch.get_rng_state(), args=foreign))
     said = sentence(capsys, command(tmp_path))
     assert "ckpt.pt was written by another train script" in said and contents(tmp_path).keys() == {"ckpt.pt"}
+
+
+def test_a_last_update_that_blows_up_is_no_success(tmp_path, capsys):
+    """The loss of a step is that before its update, so the last update's fault shows in the validation loss alone."""
+    said = sentence(capsys, command(tmp_path / "run", "--epochs", ".02", "--lr", "1e29", "--warmup", "0", "--knn-every", "0"))
+    assert "validation loss is not finite after step 1" in said and not (tmp_path / "run" / "ckpt.pt").exists()
 
 
 def test_a_diverging_run_stops_with_a_sentence(tmp_path, capsys):
