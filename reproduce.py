@@ -331,27 +331,36 @@ def by_layer(runs, data, measure):
     return [statistics.mean(v) for v in zip(*curves)], curves
 
 
-def mae_table(claim, results, seeds):
-    """As `table`, for masked autoencoders: what frozen features know. The best layer is that of the mean over seeds."""
-    lines = ["| cell | paper, linear | val loss | k-NN, best layer | last layer | linear, best layer | last layer | subgroups, k-NN | effective rank, last layer | norm, last layer / embedding | alpha_eff | seeds | lr |",
-             "|" + "---|" * 13]
+PROBED = {"train_mae.py": dict(data="scenes", paper="paper, linear"), "train_sit.py": dict(data="mnist5k", paper="paper, FID")}
+
+
+def probed_table(claim, results, seeds):
+    """As `table`, for paper 3: what frozen features know. The best layer is that of the mean over seeds. Masked autoencoders have subgroups and norms beside
+    it, flow matching the Fréchet distance."""
+    script, how = claim["script"], PROBED[claim["script"]]
+    flow = script == "train_sit.py"
+    heads = ["cell", how["paper"], "val loss", *["Fréchet distance (ViT features)"] * flow, "k-NN, best layer", "last layer", "linear, best layer", "last layer",
+             *["subgroups, k-NN"] * (not flow), "effective rank, last layer", *["norm, last layer / embedding"] * (not flow), "alpha_eff", "seeds", "lr"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for cell in claim["cells"]:
-        lr, _ = best_lr(cell, results, METRICS["train_mae.py"])
+        lr, _ = best_lr(cell, results, METRICS[script])
         runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
         good = [r for r in runs if "probed" in r]
         if not good or lr is None:
             continue
-        shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 3)]
-        for data, measure in (("scenes", "knn"), ("scenes", "linear"), ("scenes-subgroups", "knn")):
+        best = []
+        for data, measure in ((how["data"], "knn"), (how["data"], "linear"), *[(how["data"] + "-subgroups", "knn")] * (not flow)):
             mean, curves = by_layer(good, data, measure)
-            best = max(range(len(mean)), key=lambda l: mean[l])
-            shown += [f"{spread([c[best] for c in curves])} ({best})"] + [spread([c[-1] for c in curves])] * (data == "scenes")
-        shown += [spread([c[-1] for c in by_layer(good, "scenes", "effective_rank")[1]], 2), spread([c[-1] / c[0] for c in by_layer(good, "scenes", "norm")[1]], 1), f"{good[0]['alpha_eff'][-1]:.2g}"]
+            top = max(range(len(mean)), key=lambda l: mean[l])
+            best += [f"{spread([c[top] for c in curves])} ({top})", spread([c[-1] for c in curves])]
+        rank, norm = (by_layer(good, how["data"], measure)[1] for measure in ("effective_rank", "norm"))
+        shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 4 if flow else 3), *[spread([r["frechet_vit"][-1] for r in good], 2) for _ in range(flow)],
+                 *best[:5 - flow], spread([c[-1] for c in rank], 2), *[spread([c[-1] / c[0] for c in norm], 1) for _ in range(not flow)], f"{good[0]['alpha_eff'][-1]:.2g}"]
         lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
     return "\n".join(lines) + "\n"
 
 
-def layers_figure(claim, results, seeds, path, data):
+def layers_figure(claim, results, seeds, path):
     """k-NN, linear probe and effective rank by layer, means over seeds; residual nets grey, SOAP dashed; without the ablations."""
     plt = runtime.pyplot()
     fig, axes = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
@@ -362,7 +371,7 @@ def layers_figure(claim, results, seeds, path, data):
             continue
         style = dict(color=next(greys, ".8")) if cell["name"].startswith("residual") else {}
         for axis, measure in zip(axes, ("knn", "linear", "effective_rank")):
-            mean, _ = by_layer(runs, data, measure)
+            mean, _ = by_layer(runs, PROBED[claim["script"]]["data"], measure)
             axis.plot(range(len(mean)), mean, "o", ms=3, ls="--" if "SOAP" in cell["name"] else "-", label=cell["name"], **style)
     for axis, label in zip(axes, ("k-NN, %", "linear probe, %", "effective rank, nats")):
         axis.set(xlabel="layer (0: embedding)", ylabel=label)
@@ -431,28 +440,8 @@ def figure(claim, results, seeds, path):
     plt.close(fig)
 
 
-def sit_table(claim, results, seeds):
-    """As `mae_table`, for flow matching: the Frechet distance takes the place of the subgroups."""
-    lines = ["| cell | paper, FID | val loss | Fréchet distance (ViT features) | k-NN, best layer | last layer | linear, best layer | last layer | effective rank, last layer | alpha_eff | seeds | lr |",
-             "|" + "---|" * 12]
-    for cell in claim["cells"]:
-        lr, _ = best_lr(cell, results, METRICS["train_sit.py"])
-        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
-        good = [r for r in runs if "probed" in r]
-        if not good or lr is None:
-            continue
-        shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 4), spread([r["frechet_vit"][-1] for r in good], 2)]
-        for measure in ("knn", "linear"):
-            mean, curves = by_layer(good, "mnist5k", measure)
-            best = max(range(len(mean)), key=lambda l: mean[l])
-            shown += [f"{spread([c[best] for c in curves])} ({best})", spread([c[-1] for c in curves])]
-        shown += [spread([c[-1] for c in by_layer(good, "mnist5k", "effective_rank")[1]], 2), f"{good[0]['alpha_eff'][-1]:.2g}"]
-        lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
-    return "\n".join(lines) + "\n"
-
-
-TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": mae_table, "train_sit.py": sit_table}
-FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": functools.partial(layers_figure, data="scenes"), "train_sit.py": functools.partial(layers_figure, data="mnist5k")}
+TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": probed_table, "train_sit.py": probed_table}
+FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": layers_figure, "train_sit.py": layers_figure}
 
 
 def main(argv=None):

@@ -129,7 +129,7 @@ def test_the_masked_autoencoders_table_by_hand():
         curve[peak], curve[4], curve[12] = 40.0, 35.0, 30.0 + seed
         layers = dict(knn=curve, linear=[v + 10 for v in curve], effective_rank=[2.0] * 12 + [1.0], norm=[2.0] * 12 + [5.0 + seed])
         results.data["runs"][f"final | a | seed {seed}"] = dict(val_loss=[1.0, loss], alpha_eff=[0.0035782], probed={"scenes": layers, "scenes-subgroups": layers})
-    row = reproduce.mae_table(dict(cells=[cell]), results, 3).splitlines()[-1]
+    row = reproduce.probed_table(dict(cells=[cell], script="train_mae.py"), results, 3).splitlines()[-1]
     assert row == ("| a | 76.5 | 0.600 ± 0.141 | 35.0 ± 0.0 (4) | 30.5 ± 0.7 | 45.0 ± 0.0 (4) | 40.5 ± 0.7 | 35.0 ± 0.0 (4) | 1.00 ± 0.00 | 2.8 ± 0.4 | 0.0036 | 2 | 0.001 |")
 
 
