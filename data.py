@@ -176,15 +176,12 @@ def scenes(label="group", copies=2):
 
 
 def scene(drawing, photos, generator, side=32):
-    """RGBA (4, Y, X), 0..255, half to nine tenths of `side` wide, on a piece of one of the photos (3, Y, X), scaled down up to 4 times: uint8 (3, side, side).
-
-    On a piece that needs no scaling the drawing stays in the photograph, so that one scene in eight shows a bit of an earlier one as clutter: a slip, kept
-    since the recorded results (results/mae.json) were measured on these scenes."""
+    """RGBA (4, Y, X), 0..255, half to nine tenths of `side` wide, on a piece of one of the photos (3, Y, X), scaled down up to 4 times: uint8 (3, side, side)."""
     draw = lambda low, high: int(torch.randint(low, high + 1, (), generator=generator))
     photo = photos[draw(0, len(photos) - 1)]
     piece = draw(side, min(4 * side, *photo.shape[1:]))
     top, left = (draw(0, n - piece) for n in photo.shape[1:])
-    image = v2.functional.resize(photo[:, top:top + piece, left:left + piece], [side, side], antialias=True)
+    image = v2.functional.resize(photo[:, top:top + piece, left:left + piece], [side, side], antialias=True).clone()      # at equal size it is the photograph itself
     size = draw(side // 2, side * 9 // 10)
     colour, alpha = drawing[:3] * drawing[3:] / 255, drawing[3:] / 255                 # premultiplied, so that hidden colours do not bleed in
     colour, alpha = (v2.functional.resize(t, [size, size], antialias=True) for t in (colour, alpha))
