@@ -142,7 +142,8 @@ CLAIMS["sit"] = dict(
     cells=[dict(name="residual, no long skips", flags="--shortcut residual --no-long-skips", paper=17.2, opt="adamw", lrs=[1e-3, 3e-3]),
            dict(name="residual, long skips", flags="--shortcut residual", paper=16.5, opt="adamw", lrs=[1e-3, 3e-3]),
            dict(name="decayed to .8, long skips", flags="--alpha-min 0.8", paper=11.8, opt="adamw", lrs=[1e-3, 3e-3]),
-           dict(name="decayed to alpha_eff .005, long skips", flags="--alpha-eff 0.005", paper=None, opt="adamw", lrs=[1e-3, 3e-3])])
+           dict(name="decayed to alpha_eff .005, long skips", flags="--alpha-eff 0.005", paper=None, opt="adamw", lrs=[1e-3, 3e-3]),
+           dict(name="residual, long skips, the lr of that row", flags="--shortcut residual", paper=None, opt="adamw", lrs=[3e-3])])
 
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.

@@ -5,6 +5,8 @@ On a laptop: emoji of 32 x 32 pixels in seven groups, SiT of 8 layers and 2.7 M 
     python train_sit.py --alpha-min 1                            plain shortcuts, long skips
     python train_sit.py --alpha-min 1 --no-long-skips            the usual SiT
     python train_sit.py --sample 1000 --cfg-scale 2              samples.png and samples.npz of the first run
+On digits, samples that a person reads in 4 minutes on one core (validation loss .235):
+    python train_sit.py --data mnist5k --patch-size 7 --steps 1600 --lr 3e-3 --lr-schedule cosine --cfg-scale 2
 
 The paper's SiT-XL/2 on ImageNet-1k at 256 px, 8 GPUs (paper: FID 17.2 usual, 11.8 decayed after 400k steps; not run by us):
     python train_sit.py --preset paper --data /path/to/imagenet --vae stabilityai/sd-vae-ft-ema --img-size 256 --encode-latents data/latents
