@@ -608,7 +608,7 @@ def test_a_checkpoint_keeps_its_constants(tmp_path, capsys):
 @pytest.mark.parametrize("foreign", [dict(train_images=5), dict()])
 def test_another_scripts_checkpoint_is_refused_by_name(tmp_path, capsys, foreign):
     """Not by the first flag that differs, and never with a KeyError."""
-    runtime.save_checkpoint(tmp_path / "ckpt.pt", dict(model={}, optimizer={}, step=1, best=0.0, rng=torch.get_rng_state(), args=foreign))
+    runtime.save_checkpoint(tmp_path / "ckpt.pt", dict(model={}, ema=None, optimizer={}, step=1, best=0.0, rng=torch.get_rng_state(), args=foreign))
     said = sentence(capsys, command(tmp_path))
     assert "ckpt.pt was written by another train script" in said and contents(tmp_path).keys() == {"ckpt.pt"}
 
