@@ -135,6 +135,14 @@ def on_white(rgba):
     return ((rgba[..., :3, :, :].int() * alpha + 255 * (255 - alpha) + 127) // 255).to(torch.uint8)
 
 
+def emoji_labels(info, label):
+    """(labels of all drawings (2748,), their classes, (training, validation) indices). A concept's two drawings are neighbours; every fifth concept of a group
+    is validation, whatever the label."""
+    classes = {kind: list(dict.fromkeys(info[kind])) for kind in ("group", label)}
+    index = {kind: torch.tensor([names.index(name) for name in info[kind]]).repeat_interleave(2) for kind, names in classes.items()}
+    return index[label], classes[label], split_by_class(index["group"], 0.2, copies=2)
+
+
 def emoji(label="group"):
     """1,374 concepts, each drawn by two artists, in 7 groups. Validation is every fifth *concept* of a group, by both artists.
 
@@ -142,10 +150,9 @@ def emoji(label="group"):
     label: "group" or the finer "subgroup", which leaves the images of both parts as they are.
     """
     drawings, info = emoji_sheets()
-    index = {kind: torch.tensor([list(dict.fromkeys(info[kind])).index(name) for name in info[kind]]).repeat_interleave(2) for kind in ("group", label)}
-    whole = Images(on_white(drawings).flatten(0, 1), index[label])
-    train, val = split_by_class(index["group"], 0.2, copies=2)
-    return whole.take(train), whole.take(val), list(dict.fromkeys(info[label]))
+    labels, classes, (train, val) = emoji_labels(info, label)
+    whole = Images(on_white(drawings).flatten(0, 1), labels)
+    return whole.take(train), whole.take(val), classes
 
 
 def emoji_artists():
@@ -164,15 +171,15 @@ def scenes(label="group", copies=2):
     `copies` scenes of each drawing, always the same ones, one after the other. The split is that of `emoji`, and every fifth photograph is kept for validation.
     """
     drawings, info = emoji_sheets()
-    index = {kind: torch.tensor([list(dict.fromkeys(info[kind])).index(name) for name in info[kind]]).repeat_interleave(2) for kind in ("group", label)}
+    labels, classes, parts = emoji_labels(info, label)
     photos = [read_rgb(path).float() for path in sorted((ROOT / "photos").glob("*.jpg"))]
     backgrounds = dict(train=[p for i, p in enumerate(photos) if i % 5 < 4], val=photos[4::5])
-    parts = []
-    for split, members in zip(("train", "val"), split_by_class(index["group"], 0.2, copies=2)):
+    sets = []
+    for split, members in zip(("train", "val"), parts):
         generator = torch.Generator().manual_seed(mix_seed("scenes", split))
         images = [scene(drawings.flatten(0, 1)[i].float(), backgrounds[split], generator) for i in members.tolist() for _ in range(copies)]
-        parts.append(Images(torch.stack(images), index[label][members].repeat_interleave(copies)))
-    return *parts, list(dict.fromkeys(info[label]))
+        sets.append(Images(torch.stack(images), labels[members].repeat_interleave(copies)))
+    return *sets, classes
 
 
 def scene(drawing, photos, generator, side=32):

@@ -116,6 +116,16 @@ def init_lm(model):
                 m.weight.div_(math.sqrt(2 * len(model.blocks)))
 
 
+def _xavier_(model):
+    """Linear weights and the patch convolution (as a matrix) Xavier uniform, biases 0."""
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.xavier_uniform_(m.weight)
+            zero_(m.bias)
+    nn.init.xavier_uniform_(model.patch_embed.proj.weight.flatten(1))
+    zero_(model.patch_embed.proj.bias)
+
+
 @torch.no_grad()
 def init_mae(model, zero_init):
     """The masked autoencoder's initialisation: Linear weights Xavier uniform, the patch convolution too (as a matrix), biases 0, class and mask
@@ -123,12 +133,7 @@ def init_mae(model, zero_init):
 
     zero_init (paper 3): zero weights in the last layer of every branch of encoder and decoder, of the skips and of the pixel head, so that a block
     starts as its shortcut alone; where the shortcut decays the net would else grow its features to make up for it. Not in a skipless encoder."""
-    for m in model.modules():
-        if isinstance(m, nn.Linear):
-            nn.init.xavier_uniform_(m.weight)
-            zero_(m.bias)
-    nn.init.xavier_uniform_(model.patch_embed.proj.weight.flatten(1))
-    zero_(model.patch_embed.proj.bias)
+    _xavier_(model)
     for name, p in model.named_parameters():
         if name.endswith("token"):
             nn.init.normal_(p, std=0.02)
@@ -142,12 +147,7 @@ def init_mae(model, zero_init):
 def init_sit(model):
     """DiT's initialisation: Linear weights and the patch convolution (as a matrix) Xavier uniform, biases 0, time MLP and label table normal of std 0.02,
     and zeros where the condition sets gate, shift and scale and in the head ("adaLN-Zero"): every block starts as its shortcut, the velocity as 0."""
-    for m in model.modules():
-        if isinstance(m, nn.Linear):
-            nn.init.xavier_uniform_(m.weight)
-            zero_(m.bias)
-    nn.init.xavier_uniform_(model.patch_embed.proj.weight.flatten(1))
-    zero_(model.patch_embed.proj.bias)
+    _xavier_(model)
     for m in (model.time_embed[0], model.time_embed[2], model.label_embed):
         nn.init.normal_(m.weight, std=0.02)
     for m in [block.modulation[1] for block in model.blocks] + [model.modulation[1], model.head]:

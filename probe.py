@@ -30,31 +30,28 @@ from runtime import BadInput
 
 
 # ---------------------------------------------------------------------------------------------------------------- features
-def load_model(path, ema=True):
+REMEDY = "give the ckpt.pt of a run of train_vit.py, train_mae.py or train_sit.py"
+
+
+def load_model(path, ema=True, flag="--ckpt", remedy=REMEDY):
     """(model in eval mode on the CPU, args) from a checkpoint, or the folder of a run, of train_vit.py, train_mae.py or train_sit.py.
 
     ema: take the averaged weights where there are some. args: the run's flags, and `weights` ("ema" or "raw") and `step` beside them.
-    Raises BadInput for a file that is missing, damaged, or holds another kind of model.
+    Raises BadInput, which names `flag` and `remedy`, for a file that is missing, damaged, or holds another kind of model.
     """
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    remedy = "give the ckpt.pt of a run of train_vit.py, train_mae.py or train_sit.py"
-    if not path.is_file():
-        raise BadInput(f"--ckpt {path} is not a file: {remedy}")
-    try:
-        checkpoint = runtime.load_checkpoint(path)
-    except BadInput as error:
-        raise BadInput(f"--ckpt {path} is not a whole checkpoint: {remedy}") from error
+    checkpoint = runtime.read_checkpoint(path, flag, remedy)
     args = dict(checkpoint["args"])
     if not {"data", "img_size"} <= set(args) and "lm" not in args:
-        raise BadInput(f"--ckpt {path} does not say what it was trained on: {remedy}")
+        raise BadInput(f"{flag} {path} does not say what it was trained on: {remedy}")
     if "lm" in args:
-        raise BadInput(f"--ckpt {path} holds a language model, which has no images to probe: {remedy}")
+        raise BadInput(f"{flag} {path} holds a language model, which has no images to probe: {remedy}")
     args["weights"], args["step"] = "ema" if ema and checkpoint["ema"] else "raw", checkpoint["step"]
     try:
         net = build(args)
         net.load_state_dict(checkpoint["ema" if args["weights"] == "ema" else "model"])
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:    # other arguments, or other shapes
-        raise BadInput(f"--ckpt {path} does not fit the models of this version ({' '.join(str(error).split())[:200]}): {remedy}") from error
+        raise BadInput(f"{flag} {path} does not fit the models of this version ({' '.join(str(error).split())[:200]}): {remedy}") from error
     return net.eval(), args
 
 

@@ -322,12 +322,7 @@ def load_model(path, device="cpu", which="auto"):
     which: "auto" takes the averaged weights where there are some. The optimizer's state is let go. Raises BadInput for any other file.
     """
     remedy = "give the ckpt.pt of a run of train_lm.py"
-    if not Path(path).is_file():
-        raise BadInput(f"--ckpt {path} is not a file: {remedy}")
-    try:
-        checkpoint = runtime.load_checkpoint(path)
-    except BadInput as error:
-        raise BadInput(f"--ckpt {path} is not a whole checkpoint: {remedy}") from error
+    checkpoint = runtime.read_checkpoint(path, "--ckpt", remedy)
     if not {"lm", "data", "tokenizer", "tokenizer_digest"} <= set(checkpoint["args"]):
         raise BadInput(f"--ckpt {path} holds no language model: {remedy}")
     ema = checkpoint.get("ema")

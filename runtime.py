@@ -191,6 +191,16 @@ def load_checkpoint(path):
     return checkpoint
 
 
+def read_checkpoint(path, flag, remedy):
+    """The checkpoint at `path`, which `flag` named, of another run. Raises BadInput, with that remedy, where it is missing or damaged."""
+    if not Path(path).is_file():
+        raise BadInput(f"{flag} {path} is not a file: {remedy}")
+    try:
+        return load_checkpoint(path)
+    except BadInput as error:
+        raise BadInput(f"{flag} {path} is not a whole checkpoint: {remedy}") from error
+
+
 def find_checkpoint(out, resume, own):
     """(path, checkpoint) of the run in folder `out`; checkpoint is None where there is none, or it is not to be resumed.
 
@@ -220,6 +230,19 @@ def check_resume(path, saved, args, fixed, free):
                                f"pass {flag} {saved[key]}, --fresh to start over, or another --out")
             notes.append(f"{flag} was {saved[key]} and is {args[key]}")
     return notes
+
+
+def restore(path, saved, model, ema, optimizer, steps, notes):
+    """Put a checkpoint's weights, optimizer state and generator back; returns (step, best). ema: the averaged model, or None; without saved averages it starts
+    at the weights. Raises BadInput where the run is finished and `notes` (of `check_resume`) says that it should now be another."""
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    if ema:
+        ema.load_state_dict(saved["ema"] or saved["model"])
+    torch.set_rng_state(saved["rng"])
+    if saved["step"] >= steps and notes:
+        raise BadInput(f"{path} is a finished run (step {saved['step']} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+    return saved["step"], saved["best"]
 
 
 def check_same_data(path, saved, args):

@@ -245,14 +245,7 @@ def main(argv=None):
         if saved["args"]["train_tokens"] != len(corpus.train):   # a folder may move, but not change
             raise BadInput(f"--data {args.data} has {len(corpus.train)} training tokens, but {ckpt} was trained on {saved['args']['data']} with "
                            f"{saved['args']['train_tokens']}: pass the same data, --fresh to start over, or another --out")
-        raw.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        if ema:
-            ema.load_state_dict(saved["ema"] or saved["model"])
-        step, best = saved["step"], saved["best"]
-        torch.set_rng_state(saved["rng"])
-        if step >= steps and notes:
-            raise BadInput(f"{ckpt} is a finished run (step {step} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+        step, best = runtime.restore(ckpt, saved, raw, ema, optimizer, steps, notes)
     batches = text.train_batches(corpus.train, args.block_size, args.batch_size, args.seed, step, steps, world.rank, world.size, micro_steps)
     if args.wandb:
         runtime.import_optional("wandb", "--wandb")

@@ -16,7 +16,6 @@ The paper's ViT-B/16 on ImageNet-1k, 800 epochs (paper: k-NN 27.4 % for MAE, 63.
 import argparse
 import copy
 import math
-import os
 import sys
 import time
 from contextlib import nullcontext
@@ -24,10 +23,10 @@ from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torchvision.utils import make_grid, save_image
 from tqdm import tqdm
 
 import data
+import flow
 import init
 import model as models
 import optim
@@ -248,10 +247,8 @@ def save_reconstructions(model, images, transform, noise, args, world, count=8):
     rows = torch.stack([x, *model.reconstruct(x, args.mask_ratio, noise[index].to(world.device))])
     mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (images.mean, images.std))
     side = max(1, 96 // x.shape[-1])                             # small images are enlarged, pixel by pixel
-    picture = (rows.flatten(0, 1) * std + mean).clamp(0, 1).repeat_interleave(side, 2).repeat_interleave(side, 3)
-    temporary = Path(args.out) / "reconstructions.tmp.png"
-    save_image(make_grid(picture, nrow=len(index), padding=2, pad_value=1), temporary)
-    os.replace(temporary, Path(args.out) / "reconstructions.png")
+    picture = ((rows.flatten(0, 1) * std + mean).clamp(0, 1) * 255 + 0.5).to(torch.uint8).cpu()
+    flow.write_grid(Path(args.out) / "reconstructions.png", picture, columns=len(index), smallest=side * x.shape[-1])
 
 
 def main(argv=None):
@@ -286,14 +283,7 @@ def main(argv=None):
     if saved:
         notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
         runtime.check_same_data(ckpt, saved["args"], flags)
-        raw.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        if ema:
-            ema.load_state_dict(saved["ema"] or saved["model"])
-        step, best = saved["step"], saved["best"]
-        torch.set_rng_state(saved["rng"])
-        if step >= steps and notes:
-            raise BadInput(f"{ckpt} is a finished run (step {step} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+        step, best = runtime.restore(ckpt, saved, raw, ema, optimizer, steps, notes)
     if args.wandb:
         runtime.import_optional("wandb", "--wandb")
     runtime.make_out(args.out, flags, world)

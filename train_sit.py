@@ -284,19 +284,11 @@ def describe_samples(args, ema):
             + (f"EMA weights ({ema:g})" if ema and args.sample_ema else "raw weights"))
 
 
-def load_net(flag, path, remedy, ema=True):
-    """`probe.load_model`, whose sentences then name this flag and this remedy."""
-    try:
-        return probe.load_model(path, ema)
-    except BadInput as error:
-        raise BadInput(f"{str(error).replace('--ckpt', flag, 1).rpartition(': ')[0]}: {remedy}") from error
-
-
 def load_judge(path, images, side):
     """(ViT without head, steps from uint8 images to its input) of a train_vit.py checkpoint: what --frechet measures with. Raises BadInput for any other
     file, and where it cannot measure samples of `side` pixels against `images`."""
     remedy = "give the ckpt.pt of a run of train_vit.py"
-    vit, made = load_net("--frechet", path, remedy)
+    vit, made = probe.load_model(path, flag="--frechet", remedy=remedy)
     if not isinstance(vit, ViT):
         raise BadInput(f"--frechet {path} was not written by train_vit.py: {remedy}")
     if made["in_chans"] != images.in_chans:
@@ -352,7 +344,7 @@ def check_measures(args, images, is_latent, side):
 def sample_only(args, world, dtype):
     """--sample: the checkpoint in --out -> samples.png, samples.npz and the measures that were asked for."""
     path, remedy = Path(args.out) / "ckpt.pt", "train first, or pass the --out of a run of train_sit.py"
-    net, made = load_net("--out", path, remedy, args.sample_ema)
+    net, made = probe.load_model(path, args.sample_ema, "--out", remedy)
     needed = ("data", "holdout", "seed", "img_size", "in_chans", "classes", "class_counts", "train_images", "path", "label_dropout", "ema", "latents")
     lacking = [k for k in needed if k not in made]
     if made.get("kind") != "sit" or lacking:
@@ -420,14 +412,7 @@ def main(argv=None):
     if saved:
         notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
         runtime.check_same_data(ckpt, saved["args"], flags)
-        raw.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        if ema:
-            ema.load_state_dict(saved["ema"] or saved["model"])
-        step, best = saved["step"], saved["best"]
-        torch.set_rng_state(saved["rng"])
-        if step >= steps and notes:
-            raise BadInput(f"{ckpt} is a finished run (step {step} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+        step, best = runtime.restore(ckpt, saved, raw, ema, optimizer, steps, notes)
     if args.wandb:
         runtime.import_optional("wandb", "--wandb")
     runtime.make_out(args.out, flags, world)

@@ -157,12 +157,7 @@ def get_args(argv=None):
 def read_pretrained(path):
     """The checkpoint with the encoder to fine-tune. Raises BadInput for a file that is missing, damaged, or holds another kind of model."""
     remedy = "give the ckpt.pt of a run of train_mae.py or train_vit.py"
-    if not Path(path).is_file():
-        raise BadInput(f"--finetune {path} is not a file: {remedy}")
-    try:
-        checkpoint = runtime.load_checkpoint(path)
-    except BadInput as error:
-        raise BadInput(f"--finetune {path} is not a whole checkpoint: {remedy}") from error
+    checkpoint = runtime.read_checkpoint(path, "--finetune", remedy)
     if checkpoint["args"].get("kind", "vit") not in ("mae", "vit") or not {"train_images", "patch_size"} <= set(checkpoint["args"]):
         what = "a language model" if "lm" in checkpoint["args"] else "another kind of model"
         raise BadInput(f"--finetune {path} holds {what}, not an encoder of images: {remedy}")
@@ -299,14 +294,7 @@ def main(argv=None):
     if saved:
         notes = runtime.check_resume(ckpt, {"finetune": None, "layer_decay": 1.0, **saved["args"]}, flags, FIXED, FREE)      # older ones lack the two
         runtime.check_same_data(ckpt, saved["args"], flags)
-        raw.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        if ema:
-            ema.load_state_dict(saved["ema"] or saved["model"])
-        step, best = saved["step"], saved["best"]
-        torch.set_rng_state(saved["rng"])
-        if step >= steps and notes:
-            raise BadInput(f"{ckpt} is a finished run (step {step} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+        step, best = runtime.restore(ckpt, saved, raw, ema, optimizer, steps, notes)
     if args.wandb:
         runtime.import_optional("wandb", "--wandb")
     runtime.make_out(args.out, flags, world)

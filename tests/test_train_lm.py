@@ -21,7 +21,7 @@ import train_lm
 from model import LM
 from test_init import singular_values
 from test_runtime import launch_ranks
-from test_train_vit import assert_close, assert_same, contents, keys, load, stop_at
+from test_train_vit import assert_close, assert_same, contents, keys, load, one_sentence, stop_at
 
 TINY = ["--threads", "1", "--device", "cpu", "--tokenizer", "bytes", "--embed-dim", "16", "--depth", "2", "--num-heads", "2", "--block-size", "16",
         "--batch-size", "8", "--steps", "8", "--warmup", "2", "--lr", "3e-3", "--eval-tokens", "160", "--eval-every", "4", "--save-every", "4",
@@ -529,15 +529,7 @@ def test_compile_changes_no_key_and_no_value(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # bad input
 
-def sentence(capsys, argv):
-    """The one line that the script says on stderr when it refuses, after which it exits with code 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        script([str(a) for a in argv])
-    said = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2
-    assert len(said) == 1 and said[0].startswith("error: "), said
-    return said[0]
+sentence = functools.partial(one_sentence, script)
 
 
 @pytest.mark.parametrize("flags, words", [

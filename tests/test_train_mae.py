@@ -20,7 +20,7 @@ from model import MAE, shortcut_weights
 from test_init import singular_values
 from test_mae import R, kept_by_hand, loss_by_hand, patch_by_hand, zeros
 from test_runtime import launch_ranks, run_script
-from test_train_vit import assert_close, assert_same, contents, keys, load, rows, stop_at
+from test_train_vit import assert_close, assert_same, contents, keys, load, one_sentence, rows, stop_at
 
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--img-size", "8", "--patch-size", "2", "--depth", "2", "--decoder-dim", "16", "--decoder-depth", "2",
         "--decoder-heads", "2", "--batch-size", "32", "--epochs", ".18", "--warmup", ".05", "--lr", "1e-3", "--log-every", "1", "--eval-every", "4", "--save-every", "4",
@@ -412,15 +412,7 @@ def test_compile_changes_no_key_and_averages_move(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # bad input
 
-def sentence(capsys, argv):
-    """The one line that the script says on stderr when it refuses, after which it exits with code 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        script([str(a) for a in argv])
-    said = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2
-    assert len(said) == 1 and said[0].startswith("error: "), said
-    return said[0]
+sentence = functools.partial(one_sentence, script)
 
 
 @pytest.mark.parametrize("flags, words", [

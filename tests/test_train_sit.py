@@ -20,7 +20,7 @@ import train_sit
 import train_vit
 from model import SiT
 from test_runtime import launch_ranks
-from test_train_vit import assert_close, assert_same, contents, keys, load, stop_at
+from test_train_vit import assert_close, assert_same, contents, keys, load, one_sentence, rows, stop_at
 
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--patch-size", "4", "--depth", "2", "--batch-size", "32", "--steps", "8", "--warmup", "2",
         "--lr", "1e-3", "--ema", ".9", "--eval-every", "4", "--save-every", "4", "--log-every", "1", "--samples", "4", "--sample-steps", "2"]
@@ -40,11 +40,6 @@ def train(out, *flags):
     """A run within this process. Returns its checkpoint."""
     train_sit.main(command(out, *flags))
     return load(out)
-
-
-def rows(out):
-    """The lines of the log without the rate, which is a measurement."""
-    return [{k: v for k, v in json.loads(line).items() if k != "images_per_s"} for line in (Path(out) / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -597,14 +592,7 @@ def test_flags_that_latents_refuse(tmp_path, capsys, monkeypatch, flags, words):
 # ---------------------------------------------------------------------------------------------------------------------
 # bad input
 
-def sentence(capsys, argv):
-    """The one line that the script says on stderr when it refuses, after which it exits with code 2."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        runtime.run(lambda: train_sit.main([str(a) for a in argv]))
-    said = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and len(said) == 1 and said[0].startswith("error: "), said
-    return said[0]
+sentence = functools.partial(one_sentence, lambda argv: runtime.run(lambda: train_sit.main(argv)))
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -453,14 +453,18 @@ def test_each_skipless_initialisation_runs(tmp_path, init):
 # ---------------------------------------------------------------------------------------------------------------------
 # bad input
 
-def sentence(capsys, argv):
-    """The one line that the script says on stderr when it refuses, after which it exits with code 2."""
+def one_sentence(script, capsys, argv):
+    """The one line that a script says on stderr when it refuses, after which it exits with code 2."""
+    capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         script([str(a) for a in argv])
-    lines = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
+    assert len(said) == 1 and said[0].startswith("error: "), said
+    return said[0]
+
+
+sentence = functools.partial(one_sentence, script)
 
 
 def picture(path, content=None):
