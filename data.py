@@ -8,6 +8,7 @@ Two rules make every run repeatable, whatever its number of processes, micro-bat
 the batch of a step is a function of (seed, step), and the augmentation of a sample is a function of (seed, epoch, sample).
 """
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, default_convert
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert
 from torchvision import datasets
 from torchvision.transforms import v2
 
 from runtime import BadInput, mix_seed
 
 ROOT = Path(__file__).resolve().parent / "data"        # not the working directory: scripts may be started from anywhere
-NAMES = ("mnist5k", "digits8x8", "emoji", "emoji-subgroups", "emoji-artists", "scenes", "scenes-subgroups", "cifar10", "cifar100")
+NAMES = ("mnist5k", "digits8x8", "emoji", "emoji-subgroups", "emoji-artists", "scenes", "scenes-subgroups", "composites", "composites-subgroups", "cifar10", "cifar100")
 IMAGENET = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]            # mean and std of its pixels, per channel
 LAYOUT = "lay images out as train/<class>/*.jpg and val/<class>/*.jpg"
 
@@ -70,7 +71,8 @@ def load_images(name_or_path, holdout=0.0, seed=0):
     if not 0 <= holdout < 1:
         raise BadInput(f"--holdout {holdout} must be at least 0 and below 1: it is a fraction of the training images")
     embedded = {"mnist5k": mnist5k, "digits8x8": digits8x8, "emoji": emoji, "emoji-artists": emoji_artists,
-                "emoji-subgroups": lambda: emoji("subgroup"), "scenes": scenes, "scenes-subgroups": lambda: scenes("subgroup")}
+                "emoji-subgroups": lambda: emoji("subgroup"), "scenes": scenes, "scenes-subgroups": lambda: scenes("subgroup"),
+                "composites": composites, "composites-subgroups": lambda: composites("subgroup")}
     if name in embedded:
         train, val, classes = embedded[name]()
     elif name in ("cifar10", "cifar100"):
@@ -80,7 +82,7 @@ def load_images(name_or_path, holdout=0.0, seed=0):
     else:
         raise BadInput(f"--data '{name}' is neither a folder nor one of {', '.join(NAMES)}: check the spelling or the path")
     if holdout:
-        rest, held = split_by_class(train.labels, holdout, seed, copies={"emoji": 2, "scenes": 4}.get(name.removesuffix("-subgroups"), 1))
+        rest, held = split_by_class(train.labels, holdout, seed, copies={"emoji": 2, "scenes": 4, "composites": 6}.get(name.removesuffix("-subgroups"), 1))
         if not len(held):
             raise BadInput(f"--holdout {holdout} of {len(train)} images leaves none to validate on: raise it or leave it out")
         train, val = train.take(rest), train.take(held)
@@ -117,16 +119,18 @@ def digits8x8():
 def emoji_sheets():
     """(drawings, info) of 1,374 concepts. drawings: uint8 (1374, 2, 4, 32, 32), Noto's and Fluent's, RGBA; info: its lists names, group, subgroup."""
     twins = ("family", "cat")                           # one artist draws them exactly as man-man-boy and smiley_cat: left out
-    sheets = []
-    for artist in ("noto", "fluent3d"):
-        info = json.loads((ROOT / f"emoji_{artist}_32.json").read_text(encoding="utf-8"))
-        with Image.open(ROOT / f"emoji_{artist}_32.png") as sheet:
-            sheet = v2.functional.pil_to_tensor(sheet.convert("RGBA"))
-        tile, cols = info["tile"], info["cols"]
-        tiles = sheet.unflatten(1, (-1, tile)).unflatten(3, (cols, tile))             # (4, row, y, col, x)
-        sheets.append(tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)[:info["n"]])         # (n, 4, y, x)
+    (noto, info), (fluent, _) = (read_sheet(f"emoji_{artist}_32.png") for artist in ("noto", "fluent3d"))
     keep = [i for i, name in enumerate(info["names"]) if name not in twins]
-    return torch.stack(sheets, 1)[keep], {key: [info[key][i] for i in keep] for key in ("names", "group", "subgroup")}
+    return torch.stack([noto, fluent], 1)[keep], {key: [info[key][i] for i in keep] for key in ("names", "group", "subgroup")}
+
+
+def read_sheet(name):
+    """(its tiles, RGBA uint8 (n, 4, tile, tile), the json beside it) of the sheet data/name, filled row by row."""
+    info = json.loads((ROOT / name).with_suffix(".json").read_text(encoding="utf-8"))
+    with Image.open(ROOT / name) as sheet:
+        sheet = v2.functional.pil_to_tensor(sheet.convert("RGBA"))
+    tiles = sheet.unflatten(1, (-1, info["tile"])).unflatten(3, (info["cols"], info["tile"]))      # (4, row, y, col, x)
+    return tiles.permute(1, 3, 0, 2, 4).flatten(0, 1)[:info["n"]], info
 
 
 def on_white(rgba):
@@ -184,17 +188,31 @@ def scenes(label="group", copies=2):
 
 def scene(drawing, photos, generator, side=32):
     """RGBA (4, Y, X), 0..255, half to nine tenths of `side` wide, on a piece of one of the photos (3, Y, X), scaled down up to 4 times: uint8 (3, side, side)."""
+    return paste(drawing, photos, generator, side, side // 2)[0]
+
+
+def paste(drawing, photos, generator, side, smallest):
+    """A scene whose drawing is `smallest` pixels wide or more: (uint8 (3, side, side), bool (side, side): where the drawing covers more than half of the pixel)."""
     draw = lambda low, high: int(torch.randint(low, high + 1, (), generator=generator))
     photo = photos[draw(0, len(photos) - 1)]
     piece = draw(side, min(4 * side, *photo.shape[1:]))
     top, left = (draw(0, n - piece) for n in photo.shape[1:])
     image = v2.functional.resize(photo[:, top:top + piece, left:left + piece], [side, side], antialias=True).clone()      # at equal size it is the photograph itself
-    size = draw(side // 2, side * 9 // 10)
+    size = draw(smallest, side * 9 // 10)
     colour, alpha = drawing[:3] * drawing[3:] / 255, drawing[3:] / 255                 # premultiplied, so that hidden colours do not bleed in
     colour, alpha = (v2.functional.resize(t, [size, size], antialias=True) for t in (colour, alpha))
     y, x = draw(0, side - size), draw(0, side - size)
     image[:, y:y + size, x:x + size].mul_(1 - alpha).add_(colour)
-    return image.round().clamp(0, 255).to(torch.uint8)
+    mask = torch.zeros(side, side, dtype=torch.bool)
+    mask[y:y + size, x:x + size] = alpha[0] > .5
+    return image.round().clamp(0, 255).to(torch.uint8), mask
+
+
+def composites(label="group"):
+    """The composites of masks.py, larger than `scenes` and with exact masks, as images with the class of what is pasted."""
+    from masks import composite_sets                    # which itself builds on this file
+    *sets, classes = composite_sets(label)
+    return *[Images(part.images, part.masks.flatten(1).amax(1).long() - 1) for part in sets], classes[1:]
 
 
 def cifar(name):
@@ -357,6 +375,33 @@ def normalise(data):
     return [v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.mean, data.std)]
 
 
+class MultiCrop:
+    """DINO's views: uint8 (C, H, W) -> a list of 2 global and `local_crops` local ones, float32 (C, S, S), mean 0 and std 1.
+
+    Every view: a random piece of `scale` of the area, brought to its side; flip; colour jitter (.4, .4, .2, .1) with probability .8; grey with .2; blur with
+    probability 1, .1 and .5 for the first global, the second and the local ones; the second is solarised with .2. The blur's sigma, .1 to 2 pixels at 224,
+    shrinks with global_size, or small images would be wiped out.
+    """
+
+    def __init__(self, data, global_size=224, local_size=96, local_crops=8, global_scale=(0.4, 1.0), local_scale=(0.05, 0.4), color=0.8):
+        sigma = max(0.2, 2 * global_size / 224)
+
+        def view(size, scale, blur, solarize=0.0):
+            return v2.Compose([
+                v2.RandomResizedCrop(size, scale, **BICUBIC),
+                *[v2.RandomHorizontalFlip()] * data.flip,
+                v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.2, 0.1)], p=color),
+                v2.RandomGrayscale(0.2 * (color > 0)),
+                v2.RandomApply([v2.GaussianBlur(2 * min(math.ceil(3 * sigma), size - 1) + 1, (min(0.1, sigma), sigma))], p=blur),
+                *[v2.RandomSolarize(128, solarize)] * (solarize > 0),
+                *normalise(data)])
+
+        self.transforms = [view(global_size, global_scale, 1.0), view(global_size, global_scale, 0.1, 0.2)] + [view(local_size, local_scale, 0.5)] * local_crops
+
+    def __call__(self, image):
+        return [view(image) for view in self.transforms]
+
+
 def mixer(num_classes, mixup=0.0, cutmix=0.0):
     """A function (x (B, C, H, W), y int64 (B,)) -> (x, targets (B, num_classes), rows that sum to 1); None if both alphas are 0.
 
@@ -407,7 +452,7 @@ class Batches(Dataset):
                 torch.default_generator.manual_seed(mix_seed("augment", self.seed, epoch, index))
                 images.append(self.transform(image))
                 labels.append(label)
-        return torch.stack(images), torch.tensor(labels)
+        return default_collate(images), torch.tensor(labels)      # of several views an image: a list of batches
 
 
 def train_batches(dataset, transform, batch_size, seed, first_step, last_step, rank=0, world=1, micro_steps=1, workers=0):
