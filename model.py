@@ -4,9 +4,10 @@
     x = a * x + mlp(norm2(x))           skipless: a = 0, the addition is not computed at all
                                         decayed:  a falls from 1 to alpha_min over the 2L sub-layers
 
-ViT (supervised), LM (decoder), MAE (masked autoencoder), SiT and UViT (flow matching) are built of it.
+ViT (supervised), DINO (self-distilled), LM (decoder), MAE (masked autoencoder), SiT and UViT (flow matching) are built of it.
 Names follow timm, so a residual ViT loads into timm's and back. Shapes: B images or texts, N tokens, D channels, H heads, d = D / H.
 """
+import itertools
 import math
 from functools import partial
 
@@ -297,6 +298,80 @@ class ViT(nn.Module):
         x = self.forward_features(x)
         x = x[:, 0] if self.pool == "token" else x[:, 1:].mean(1)
         return self.head(self.fc_norm(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# self-distillation and dense features (paper 1)
+
+class DINOHead(nn.Module):
+    """DINO's projection head (Caron et al. 2021): features (B, D) -> logits (B, K).
+
+    Linear, GELU, Linear, GELU, Linear to `bottleneck_dim`, L2 normalisation, then a linear layer without bias whose rows have norm g ("weight norm").
+    norm_last_layer holds every g at 1, so logits are cosines; else g is learned from 1.
+    """
+
+    def __init__(self, in_dim, out_dim=65536, hidden_dim=2048, bottleneck_dim=256, norm_last_layer=True):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(in_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, bottleneck_dim))
+        self.last_layer = nn.utils.parametrizations.weight_norm(nn.Linear(bottleneck_dim, out_dim, bias=False))
+        for layer in self.mlp[::2]:
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+        g = self.last_layer.parametrizations.weight.original0
+        nn.init.ones_(g)
+        g.requires_grad_(not norm_last_layer)
+
+    def forward(self, x):
+        return self.last_layer(F.normalize(self.mlp(x).float(), dim=-1))       # float32: a squared half overflows
+
+
+class DINO(nn.Module):
+    """Student or teacher of self-distillation: a ViT without classes, its head, and `center` (1, K), the running mean of the teacher's logits.
+
+    head: keyword arguments of `DINOHead`; the others are those of `ViT`. The centre is the teacher's; the student's stays 0.
+    """
+
+    def __init__(self, head=None, **backbone):
+        super().__init__()
+        self.backbone = ViT(num_classes=0, **backbone)
+        self.head = DINOHead(self.backbone.pos_embed.shape[2], **(head or {}))
+        self.register_buffer("center", torch.zeros(1, self.head.last_layer.out_features))
+
+    def forward(self, crops):
+        """Crops, a list of V image batches (B, C, S_v, S_v) -> (logits (V, B, K), features (V, B, D) after the final norm).
+
+        Neighbours of equal size go through the backbone together, and all through the head together.
+        """
+        groups = [torch.cat(list(group)) for _, group in itertools.groupby(crops, key=lambda crop: crop.shape[-2:])]
+        features = torch.cat([self.backbone(group) for group in groups])
+        return self.head(features).unflatten(0, (len(crops), -1)), features.unflatten(0, (len(crops), -1))
+
+
+def patch_tokens(net, x, layers, feature="token", norm=True):
+    """Images (B, C, Y, X) -> a list of (B, N, D), the patch tokens at each of `layers` (1 .. depth: after that block; 0: the embedding), prefix left out.
+
+    feature "token": the tokens themselves, through the final LayerNorm where the net has one and norm is true, as DINO takes its intermediate layers.
+    "query", "key", "value": what the attention of block l computes from its input, heads side by side.
+    Only the blocks that are needed run. Raises ValueError for a layer that is not there, or an unknown feature.
+    """
+    kinds = ("query", "key", "value")
+    if feature not in ("token", *kinds):
+        raise ValueError(f"feature {feature!r} is unknown: use token, {', '.join(kinds)}")
+    depth, first = len(net.blocks), 0 if feature == "token" else 1
+    if not layers or min(layers) < first or max(layers) > depth:
+        raise ValueError(f"layers {' '.join(map(str, layers))} are not all within {first} .. {depth}, the {feature} layers of this net")
+    final = getattr(net, "norm", None)
+    final = final if norm and isinstance(final, nn.LayerNorm) else nn.Identity()
+    found = {}
+    for l, tokens in enumerate(net.layers(x)):
+        if feature == "token" and l in layers:
+            found[l] = final(tokens)
+        elif feature != "token" and l + 1 in layers:             # the tokens after block l are the input of block l + 1
+            block = net.blocks[l]
+            found[l + 1] = block.attn.qkv(block.norm1(tokens)).chunk(3, dim=-1)[kinds.index(feature)]
+        if len(found) == len(set(layers)):
+            break
+    return [found[l][:, net.prefix_tokens:] for l in layers]
 
 
 class LM(nn.Module):

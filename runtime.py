@@ -311,12 +311,13 @@ def _step_of(line):
 
 
 def import_optional(name, flag):
-    """Import a package that only one flag needs. Raises BadInput naming both."""
+    """Import a package, or a module of it, that only one flag needs. Raises BadInput naming both."""
     import importlib
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise BadInput(f"{flag} needs the package {name}: pip install {name.replace('_', '-')}") from error
+        package = name.split(".")[0]
+        raise BadInput(f"{flag} needs the package {package}: pip install {dict(sklearn='scikit-learn').get(package, package.replace('_', '-'))}") from error
 
 
 def make_out(out, args, world):

@@ -454,7 +454,7 @@ for name in {SCRIPTS}:
 
 
 DATA = {"train_lm": "sotu"}                                      # digits8x8 for all others
-MARKS = {"train_vit": ("img_size", "28", "224"), "train_lm": ("embed_dim", "128", "768"), "train_mae": ("decoder_dim", "64", "512"), "train_sit": ("size", "nano", "XL")}
+MARKS = {"train_vit": ("img_size", "28", "224"), "train_lm": ("embed_dim", "128", "768"), "train_dino": ("size", "nano", "small"), "train_mae": ("decoder_dim", "64", "512"), "train_sit": ("size", "nano", "XL")}
 
 
 @pytest.mark.parametrize("preset", ["laptop", "paper"])
