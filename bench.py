@@ -2,19 +2,23 @@
 
     python bench.py step                     tokens/s of a language model's training step, beside nanoGPT's architecture at the same sizes
     python bench.py tokenize                 MB/s of prepare.py on one core, beside tiktoken alone
+    python bench.py tokencut --threads 1     ms per image of 784 patches (ViT-S/8 at 224 px) of TokenCut, beside scipy's generalised eigendecomposition
 """
 import contextlib
 import io
 import json
+import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import discovery
 import optim
 import prepare
 import runtime
@@ -126,7 +130,38 @@ def bench_tokenize(args, world):
     return rows
 
 
-BENCHES = {"step": bench_step, "tokenize": bench_tokenize}
+def bench_tokencut(args, world):
+    """ms per image from features to box on the CPU: `discovery.tokencut`, and the same with scipy.linalg.eigh of (D - A) v = lambda D v, whole but for two
+    eigenvectors, as TokenCut is published; 20 images of 28 x 28 patches, 384 channels, in which an object differs from what is behind it."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(args.threads))     # scipy brings a BLAS of its own, which looks here when it is loaded
+    linalg, grid = runtime.import_optional("scipy.linalg", "bench.py tokencut"), (28, 28)
+    images = [clusters(seed, grid) for seed in range(20)]
+
+    def scipy_box(x):
+        x = F.normalize(x, dim=1)
+        A = torch.where(x @ x.T > 0.2, 1.0, 1e-5).double().numpy()
+        D = A.sum(1)
+        _, v = linalg.eigh(-A + np.diag(D), np.diag(D), subset_by_index=[1, 2])
+        return discovery.cut(torch.from_numpy(v[:, :1].T.copy()), grid)[1][0].tolist()
+
+    steps = {"scipy": lambda: [scipy_box(x) for x in images], "ours": lambda: [list(discovery.tokencut(x, grid)["box"]) for x in images]}
+    same = sum(a == b for a, b in zip(*(step() for step in steps.values())))
+    seconds = {name: statistics.median(v) / len(images) for name, v in interleaved(steps, args.repeats, clock=time.process_time).items()}
+    return {name: {"ms per image": 1e3 * s, "ratio": seconds["scipy"] / s, f"same box, of {len(images)}": same} for name, s in seconds.items()}
+
+
+def clusters(seed, grid, channels=384):
+    """Features (N, channels) of a scene: an ellipse on two halves of background, each with a direction of its own, all with one in common, and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    y, x = torch.meshgrid(*(torch.linspace(-1, 1, n) for n in grid), indexing="ij")
+    a, b, c, d, slope = torch.rand(5, generator=generator)
+    part = torch.where(y > slope - 0.5 + 0.3 * x, 1, 0)
+    part[((x - a + 0.5) / (0.25 + 0.4 * c)) ** 2 + ((y - b + 0.5) / (0.25 + 0.4 * d)) ** 2 < 1] = 2
+    kinds = 0.6 * torch.randn(1, channels, generator=generator) + torch.randn(3, channels, generator=generator)
+    return kinds[part.flatten()] + 0.8 * torch.randn(part.numel(), channels, generator=generator)
+
+
+BENCHES = {"step": bench_step, "tokenize": bench_tokenize, "tokencut": bench_tokencut}
 
 
 def main(argv=None):

@@ -1,10 +1,17 @@
 """What frozen features know, at every layer: k-NN, linear probe, effective rank. Skipless and decayed encoders peak in the middle.
 
-Any image checkpoint of ours (train_vit.py, train_mae.py, train_sit.py), several side by side, for example snapshots of one run:
+Any image checkpoint of ours (train_vit.py, train_dino.py, train_mae.py, train_sit.py), several side by side, for example snapshots of one run:
     python probe.py layers --ckpt out/mae/ckpt.pt                              the run's own data
     python probe.py layers --ckpt out/a out/b --data emoji-subgroups --k 20    two runs, finer labels
     torchrun --nproc_per_node=8 probe.py layers --ckpt out/mae --data /path/to/imagenet --linear lars --cache /scratch/features
+    python probe.py seg --ckpt out/dino out/dino-skipless --layers all         linear segmentation of the composites, by layer and multi-scale: mIoU
+    python probe.py seg --ckpt out/dino --data /path/to/VOC2012 --preset paper --device cuda
+    python probe.py cluster --ckpt out/dino out/dino-skipless                  segmentation without labels: k-means, matched to the classes
+    python probe.py tokencut --ckpt out/dino out/dino-skipless --layers all    one object per image without labels: CorLoc on the composites, boxes drawn
+    python probe.py pca --ckpt out/dino out/dino-skipless --layers 3 6 9 12    principal components of the patches as colours
 """
+import argparse
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -22,21 +29,26 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import data
+import discovery
 import flow
 import latents
+import masks
 import model as models
 import runtime
+import segmentation
+from discovery import tokencut
 from runtime import BadInput
+from segmentation import mean_iou
 
 
 # ---------------------------------------------------------------------------------------------------------------- features
-REMEDY = "give the ckpt.pt of a run of train_vit.py, train_mae.py or train_sit.py"
+REMEDY = "give the ckpt.pt of a run of train_vit.py, train_dino.py, train_mae.py or train_sit.py"
 
 
 def load_model(path, ema=True, flag="--ckpt", remedy=REMEDY):
-    """(model in eval mode on the CPU, args) from a checkpoint, or the folder of a run, of train_vit.py, train_mae.py or train_sit.py.
+    """(model in eval mode on the CPU, args) from a checkpoint, or the folder of a run, of train_vit.py, train_dino.py, train_mae.py or train_sit.py.
 
-    ema: take the averaged weights where there are some. args: the run's flags, and `weights` ("ema" or "raw") and `step` beside them.
+    ema: take the averaged weights where there are some: of DINO, whose backbone comes without its head, the teacher's. args: the run's flags, and `weights` ("ema" or "raw") and `step` beside them.
     Raises BadInput, which names `flag` and `remedy`, for a file that is missing, damaged, or holds another kind of model.
     """
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
@@ -49,7 +61,10 @@ def load_model(path, ema=True, flag="--ckpt", remedy=REMEDY):
     args["weights"], args["step"] = "ema" if ema and checkpoint["ema"] else "raw", checkpoint["step"]
     try:
         net = build(args)
-        net.load_state_dict(checkpoint["ema" if args["weights"] == "ema" else "model"])
+        state = checkpoint["ema" if args["weights"] == "ema" else "model"]
+        if args.get("kind") == "dino":
+            state = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
+        net.load_state_dict(state)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:    # other arguments, or other shapes
         raise BadInput(f"{flag} {path} does not fit the models of this version ({' '.join(str(error).split())[:200]}): {remedy}") from error
     return net.eval(), args
@@ -57,6 +72,8 @@ def load_model(path, ema=True, flag="--ckpt", remedy=REMEDY):
 
 def build(args):
     """The model that a checkpoint's args describe."""
+    if args.get("kind") == "dino":
+        return models.ViT(num_classes=0, **args["model"])
     if args.get("kind") == "mae":
         return models.MAE(**args["model"])
     if args.get("kind") == "sit":
@@ -435,7 +452,361 @@ def layers(args):
         print(f"{record['name']}: " * (len(records) > 1) + f"best layer {best['layer']} of {best['of']}: k-NN {100 * best['knn']:.1f} %")
 
 
+# ------------------------------------------------------------------------------------------------------------ segmentation
+def dense_net(path, args, dense, load=load_set):
+    """(net, its args, the dense set in the pixel statistics that the net is used to, side of the images, groups of layers) of one checkpoint.
+
+    Raises BadInput where flags, data and checkpoint do not fit."""
+    net, saved = load_model(path, not args.raw)
+    if saved.get("kind") == "sit":
+        raise BadInput(f"--ckpt {path} is a flow model, whose features depend on a time: give a run of train_vit.py, train_dino.py or train_mae.py")
+    channels, size = net.patch_embed.proj.in_channels, args.img_size or saved["img_size"]
+    if args.pad:                                                 # what `discovery.fit` makes of a square
+        size = args.img_size or dense.size or size
+        size += -size % net.patch_embed.patch_size
+    if channels != dense.in_chans:
+        raise BadInput(f"--data {args.data} has images of {dense.in_chans} channels and {path} takes {channels}: give --ckpt a run on such images")
+    if args.depth and args.depth > len(net.blocks):
+        raise BadInput(f"--depth {args.depth}: {path} has {len(net.blocks)} blocks: cut it after one of these")
+    net.blocks = net.blocks[:args.depth or len(net.blocks)]      # layers after the last block, and the final norm, now follow this one
+    depth = len(net.blocks)
+    single = [depth if l == "last" else l for l in (range(1, depth + 1) if "all" in args.layers else args.layers)]
+    multi = segmentation.multi_scale(depth) if args.multi == ["auto"] else () if "none" in args.multi else tuple(args.multi)
+    groups = list(dict.fromkeys([(l,) for l in single] + [multi] * bool(multi)))
+    if "auto" in multi or max(max(group) for group in groups) > depth:
+        raise BadInput(f"--layers {' '.join(map(str, args.layers))} --multi {' '.join(map(str, args.multi))}: {path} has layers 0 .. {depth}: name some of these"
+                       + (f", or raise --depth {args.depth}" if args.depth else ""))
+    try:
+        with torch.no_grad():
+            models.patch_tokens(net, torch.zeros(1, channels, size, size), [depth])
+    except ValueError as error:
+        raise BadInput(f"--img-size {size} does not suit {path}: {error}") from error
+    mean, std = data.IMAGENET
+    if saved["data"] in data.NAMES:
+        own = load(saved["data"], saved.get("holdout", 0.0), saved.get("seed", 0))
+        mean, std = own.mean, own.std
+    return net, saved, replace(dense, mean=mean, std=std), size, groups
+
+
+def start_dense(args, training, task="segmentation"):
+    """What the commands on dense sets begin with: (world, dtype, the dense set, [(path, name, *`dense_net`)], folder for the results)."""
+    world = runtime.start(args.device, args.threads)
+    dtype, why = runtime.pick_dtype(args.dtype, world.device)
+    dense = masks.load_dense(args.data, task, args.classes, args.ids)
+    if training and dense.train is None:
+        raise BadInput(f"--data {args.data} has no training part, which a head needs: add one, or use probe.py cluster")
+    load = functools.cache(load_set)
+    loaded = [(path, (Path(path) if Path(path).is_dir() else Path(path).parent).resolve().name, *dense_net(path, args, dense, load)) for path in args.ckpt]
+    out = Path(args.out) if args.out else Path(args.ckpt[0]) if Path(args.ckpt[0]).is_dir() else Path(args.ckpt[0]).parent
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose a folder that can") from error
+    if world.main:
+        print(f"device {world.why}; {world.size} process(es); {dtype}, {why}; revision {runtime.git_revision()}, torch {torch.__version__}")
+        print(f"{dense.name}: {len(dense.train or [])} training images, {len(dense.val)} validation images, {len(dense.classes)} classes", flush=True)
+    return world, dtype, dense, loaded, out
+
+
+def dense_table(rows, classes):
+    """mIoU and pixel accuracy of each group of layers, then the IoU of each class at the best of them, as text."""
+    best = max(rows, key=lambda row: row["miou"])
+    lines = ["  mIoU %  pixels %  layers"] + [f"{100 * row['miou']:8.1f}  {100 * row['pixel_accuracy']:8.1f}  {' '.join(map(str, row['layers']))}" for row in rows]
+    return "\n".join(lines + [f"IoU % of layer {' '.join(map(str, best['layers']))}: "
+                              + ", ".join(f"{name} {'-' if math.isnan(v) else format(100 * v, '.1f')}" for name, v in zip(classes, best["iou"]))])
+
+
+def dense_examples(part, count=6):
+    """(indices of some images, evenly spread, the first two rows of pictures: [("image", ...), ("truth", ...)])."""
+    shown = torch.linspace(0, len(part) - 1, min(count, len(part))).long().tolist()
+    images, truth, _ = zip(*[part[i] for i in shown])
+    return shown, [("image", images), ("truth", truth)]
+
+
+def dense_record(path, name, net, saved, rows, protocol, start):
+    """(record of a checkpoint for the JSON file, the start of its lines)."""
+    norm = "final LayerNorm" if has_norm(net, "norm") else "no norm"
+    record = dict(checkpoint=str(path), name=name, kind=saved.get("kind", "vit"), step=saved["step"], weights=saved["weights"],
+                  protocol=dict(protocol, layers=[row["layers"] for row in rows], depth=len(net.blocks), norm=norm), rows=rows, seconds=time.perf_counter() - start)
+    return record, f"\n{path}: {record['kind']}, step {saved['step']}, {len(net.blocks)} blocks; {protocol['img_size']} px, {norm}; {record['seconds']:.0f} s\n"
+
+
+def write_dense(out, name, args, world, dtype, records, rows, classes):
+    """{name}.json, {name}_examples.png of the rows of pictures, and {name}.png where there are several layers; then the last lines, the best of each checkpoint."""
+    result = dict(command=f"python probe.py {shlex.join(args.argv)}", revision=runtime.git_revision(), torch=torch.__version__, device=str(world.device), dtype=str(dtype),
+                  processes=world.size, data=args.data, classes=classes, checkpoints=records)
+    by_layer = any(len(row["layers"]) == 1 and row["layers"] != records[0]["rows"][0]["layers"] for row in records[0]["rows"])
+    with writing(out):
+        (out / f"{name}.json").write_text(json.dumps(runtime.finite(result), indent=1) + "\n")
+        segmentation.sheet(out / f"{name}_examples.png", rows, classes)
+        if by_layer:
+            segmentation.curves(out / f"{name}.png", records)
+    print(f"\n{out}: {name}.json, {name}_examples.png{f', {name}.png' if by_layer else ''}")
+    for record in records:
+        kinds = {kind: [row for row in record["rows"] if (len(row["layers"]) > 1) == (kind == "multi")] for kind in ("single", "multi")}
+        best = {kind: max(found, key=lambda row: row["miou"]) for kind, found in kinds.items() if found}
+        print(f"{record['name']}: " * (len(records) > 1) + "mIoU " + ", ".join(
+            f"{100 * row['miou']:.1f} % ({kind}, layer{'s' * (kind == 'multi')} {' '.join(map(str, row['layers']))})" for kind, row in best.items()))
+
+
+def seg(args):
+    """`probe.py seg`."""
+    world, dtype, dense, loaded, out = start_dense(args, training=True)
+    how = {key: getattr(args, key) for key in (*segmentation.PRESETS["laptop"], "preset", "cache_gb", "seed")}
+    if not (args.steps or args.epochs):
+        how.update({key: segmentation.PRESETS[args.preset][key] for key in ("steps", "epochs")})
+    per_epoch = data.steps_per_epoch(len(dense.train), how["batch_size"])
+    how["steps"] = how["steps"] or max(1, round(how["epochs"] * per_epoch))
+    how["epochs"] = how["steps"] / per_epoch
+    if world.size > min(how["batch_size"], len(dense.val)):
+        raise BadInput(f"{world.size} processes are more than --batch-size {how['batch_size']} or the {len(dense.val)} validation images: start fewer")
+    say = functools.partial(print, flush=True) if world.main else lambda *_: None
+    say(f"head: {'BatchNorm, ' * how['batch_norm']}linear; {how['opt']} lr {how['lr']:g} wd {how['weight_decay']:g} {how['schedule']}, {how['steps']} steps of {how['batch_size']} "
+        f"({how['epochs']:.1f} epochs), {'crops and flips' if how['augment'] else 'no augmentation'}; loss at {how['loss_size']} px, pixels counted at {how['eval_size'] or 'the size of each mask'}")
+    (shown, pictures), records = dense_examples(dense.val), []
+    for path, name, net, saved, own, size, groups in loaded:
+        start, how["img_size"] = time.perf_counter(), size
+        rows, heads, cached = segmentation.probe(net.to(world.device), own, groups, how, world, dtype, args.workers)
+        record, line = dense_record(path, name, net, saved, rows, dict(how, features="in memory" if cached else "per batch"), start)
+        base = segmentation.constant(torch.tensor(rows[0]["confusion"]))
+        record["baseline"] = dict(label=dense.classes[0], miou=segmentation.mean_iou(base), pixel_accuracy=segmentation.pixel_accuracy(base))
+        records.append(record)
+        say(f"{line}{dense_table(rows, dense.classes)}\nall {dense.classes[0]}: mIoU {100 * record['baseline']['miou']:.1f} %, pixels {100 * record['baseline']['pixel_accuracy']:.1f} %")
+        if world.main:
+            best = max(range(len(rows)), key=lambda i: rows[i]["miou"])
+            tokens, sizes = next(segmentation.token_batches(net, segmentation.Pairs(own.val, own, size), [shown], groups[best], world.device, dtype))
+            found = segmentation.predict([heads[best]], [groups[best]], groups[best], tokens, sizes)[0]
+            pictures.append((f"{name}\nlayer {' '.join(map(str, groups[best]))}", [pred.cpu() for pred in found]))
+        net.cpu()                                                # several checkpoints need not fit the device together
+    if world.main:
+        write_dense(out, "seg", args, world, dtype, records, pictures, dense.classes)
+
+
+def cluster(args):
+    """`probe.py cluster`."""
+    for package in ("sklearn.cluster", "scipy.optimize"):        # said before the features are computed
+        runtime.import_optional(package, "probe.py cluster")
+    world, dtype, dense, loaded, out = start_dense(args, training=args.split == "train")
+    if world.size > 1:
+        raise BadInput("probe.py cluster runs in one process, as scikit-learn does: start it without torchrun")
+    part, k = getattr(dense, args.split), args.clusters or len(dense.classes)
+    for path, _, net, _, _, size, _ in loaded:
+        if k > len(part) * (size // net.patch_embed.patch_size) ** 2:
+            raise BadInput(f"--clusters {k} are more than the patches that {path} sees of {len(part)} images: lower it")
+    how = dict(clusters=k, seeds=list(range(args.seed, args.seed + args.seeds)), leftover=args.leftover, split=args.split, eval_size=args.eval_size, batch_size=args.batch_size)
+    print(f"k-means of the L2-normalised tokens of {args.split}, {k} clusters, matched by the Hungarian algorithm; clusters left over "
+          f"{'are wrong' if args.leftover == 'wrong' else 'go to their majority'}; the median of {args.seeds} seeds", flush=True)
+    (shown, pictures), records = dense_examples(part), []
+    for path, name, net, saved, own, size, groups in loaded:
+        start, how["img_size"] = time.perf_counter(), size
+        rows, maps = segmentation.cluster(net.to(world.device), own, part, groups, how, world.device, dtype, args.workers)
+        net.cpu()
+        record, line = dense_record(path, name, net, saved, rows, how, start)
+        records.append(record)
+        print(f"{line}{dense_table(rows, dense.classes)}", flush=True)
+        best = max(range(len(rows)), key=lambda i: rows[i]["miou"])
+        pictures.append((f"{name}\nlayer {' '.join(map(str, groups[best]))}", [maps[best][i] for i in shown]))
+    write_dense(out, "cluster", args, world, dtype, records, pictures, dense.classes)
+
+
+# --------------------------------------------------------------------------------------------------------------- discovery
+METHODS = {
+    "tokencut": "normalised cut of the patches' cosine graph",
+    "lost": "the patch with the fewest positive correlations, and what correlates with it",
+}
+
+
+def cut_objects(args):
+    """`probe.py tokencut`."""
+    world, dtype, dense, loaded, out = start_dense(args, training=False, task="discovery")
+    positions = discovery.spread(args.limit or len(dense.val), len(dense.val))
+    if world.size > len(positions):
+        raise BadInput(f"{world.size} processes are more than there are images: start torchrun with --nproc_per_node={len(positions)} or less")
+    for path, _, _, _, _, _, groups in loaded:
+        if (0,) in groups and args.feature != "token":
+            raise BadInput(f"--layers 0: the embedding of {path} has no {args.feature}: use --feature token, or layers from 1")
+    find = functools.partial(discovery.tokencut, tau=args.tau, eps=args.eps) if args.method == "tokencut" else functools.partial(discovery.lost, k=args.k)
+    setting = f"tau {args.tau:g}, eps {args.eps:g}" if args.method == "tokencut" else f"k {args.k}"
+    how = dict(find=find, feature=args.feature, img_size=args.img_size, batch_size=args.batch_size, dtype=dtype)
+    records, rows = [], []
+    for path, name, net, saved, own, _, groups in loaded:
+        start, layers = time.perf_counter(), [l for (l,) in groups]
+        with refusals(path):
+            score, boxes = discovery.corloc(net.to(world.device), own, positions, layers, world=world, **how)
+        if not score["images"]:
+            raise BadInput(f"--data {args.data} --limit {len(positions)}: none of the images has a box: raise --limit or leave it out")
+        boxes, best = gather(boxes, world), max(range(len(layers)), key=lambda i: score["layers"][i])
+        records.append(dict(checkpoint=str(path), name=name, kind=saved.get("kind", "vit"), step=saved["step"], weights=saved["weights"], depth=len(net.blocks), best=layers[best],
+                            rows=[dict(layer=l, corloc=v) for l, v in zip(layers, score["layers"])], seconds=time.perf_counter() - start, **{k: v for k, v in score.items() if k != "layers"}))
+        if args.boxes:
+            records[-1]["boxes"] = {str(l): boxes[:, i].tolist() for i, l in enumerate(layers)}
+        if world.main:
+            shown = discovery.discover(net, own, [positions[i] for i in discovery.spread(8, len(positions))], [layers[best]], device=world.device, **how)
+            rows.append((f"{name}, layer {layers[best]}", net.patch_embed.patch_size, list(shown)))
+            print(f"\n{path}: {records[-1]['kind']}, step {saved['step']}, {len(net.blocks)} blocks; {args.method}, {args.feature}, {setting}; "
+                  f"{f'shorter side {args.img_size} px' if args.img_size else 'images as large as they are'}, zero-padded to patches of {net.patch_embed.patch_size}; "
+                  f"{score['images']} images, {score['skipped']} without boxes skipped; {records[-1]['seconds']:.0f} s\nlayer  CorLoc %")
+            print("\n".join(f"{l:5d}  {100 * v:8.1f}" for l, v in zip(layers, score["layers"]))
+                  + f"\ncentre box of .7 of the sides {100 * score['centre']:.1f} %, whole image {100 * score['whole']:.1f} %", flush=True)
+        net.cpu()
+    if not world.main:
+        return
+    result = dict(command=f"python probe.py {shlex.join(args.argv)}", revision=runtime.git_revision(), torch=torch.__version__, device=str(world.device), dtype=str(dtype), processes=world.size,
+                  data=args.data, method=args.method, setting=setting, feature=args.feature, img_size=args.img_size, checkpoints=records)
+    with writing(out):
+        (out / "tokencut.json").write_text(json.dumps(runtime.finite(result), indent=1) + "\n")
+        discovery.overlay(out / "tokencut.png", rows)
+    print(f"\n{out}: tokencut.json, tokencut.png")
+    for record in records:
+        corloc = max(row["corloc"] for row in record["rows"])
+        print(f"{record['name']}: " * (len(records) > 1) + f"CorLoc {100 * corloc:.1f} % ({'best ' * (len(record['rows']) > 1)}layer {record['best']}, {args.feature}), "
+              f"centre box {100 * record['centre']:.1f} %, whole image {100 * record['whole']:.1f} %")
+
+
+def pca(args):
+    world, dtype, dense, loaded, out = start_dense(args, training=False)
+    if world.size > 1:
+        raise BadInput("probe.py pca draws a few images in one process: start it without torchrun")
+    positions, columns = discovery.spread(args.count, len(dense.val)), []
+    for path, name, net, _, own, _, groups in loaded:
+        layers = [l for (l,) in groups]
+        if 0 in layers and args.feature != "token":
+            raise BadInput(f"--layers 0: the embedding of {path} has no {args.feature}: use --feature token, or layers from 1")
+        with refusals(path):
+            maps = discovery.colour_maps(net.to(world.device), own, positions, layers, args.basis, args.feature, img_size=args.img_size, batch_size=args.batch_size, device=world.device, dtype=dtype)
+        columns += [(f"{name}\nlayer {l}" if len(loaded) > 1 else f"layer {l}", column) for l, column in zip(layers, maps)]
+        net.cpu()
+    with writing(out):
+        discovery.colour_sheet(out / "pca.png", [dense.val[i][0] for i in positions], columns)
+    print(f"{out}: pca.png, {len(positions)} images, the first three principal components of {args.feature} as red, green, blue; "
+          f"{'one basis per image' if args.basis == 'image' else 'one basis per layer, of all images shown'}, {args.img_size} px")
+
+
+@contextlib.contextmanager
+def refusals(path):
+    """Turns what a net refuses (an image size that its position embedding does not fit) into a sentence that names the checkpoint."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise BadInput(f"--ckpt {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def writing(out):
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose a folder that can") from error
+
+
 # --------------------------------------------------------------------------------------------------------------------- main
+def layer_type(*words):
+    """An argparse type: one of the words, or a number from 0."""
+    def parse(text):
+        return text if text in words else runtime.number(int, low=0)(text)
+    parse.__name__ = "layer"                                     # argparse names the type in "invalid layer value: 'x'"
+    return parse
+
+
+def add_dense_flags(command, preset):
+    """The flags that `seg` and `cluster` share; None where the preset decides."""
+    number, add = runtime.number, command.add_argument
+
+    add("--ckpt", nargs="+", required=True, help="checkpoints or folders of runs of train_vit.py, train_dino.py or train_mae.py, shown side by side")
+    add("--data", default="composites", help=f"{', '.join(masks.NAMES)}, or a folder: VOC2012, ADE20K, COCO-Stuff, or images/ and masks/")
+    add("--classes", type=int, choices=[27, 171], default=27, help="of COCO-Stuff; no other set has a choice")
+    add("--layers", nargs="+", type=layer_type("last", "all"), default=["last"], metavar="LAYER", help="single layers: last, all, or numbers (0: embedding)")
+    add("--multi", nargs="+", type=layer_type("auto", "none"), default=["auto"], metavar="LAYER", help="layers to concatenate: auto (four, evenly spaced: 3 6 9 12 of 12), none, or numbers")
+    add("--depth", type=number(int, low=1), default=None, help="cut the model after this many blocks; None keeps all")
+    add("--raw", action="store_true", help="weights as trained; without it the averaged ones (ema; of DINO the teacher), where there are some")
+    add("--img-size", type=number(int, low=1), default=preset.get("img_size"), help="side of the square that images are brought to; None is the one that the checkpoint was trained at")
+    add("--eval-size", type=number(int, low=0), default=preset.get("eval_size", 0), help="side of the masks whose pixels are counted; 0 is their own size")
+    add("--batch-size", type=number(int, low=1), default=preset.get("batch_size", 64), help="images per step, over all processes")
+    add("--seed", type=number(int, low=0, high=2 ** 31), default=0, help="of the head, the order and the augmentation; of cluster, the first of --seeds")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda or mps")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="arithmetic of the forward pass; head, clusters and measures are float32 and integers")
+    add("--workers", type=number(int, low=0), default=0, help="data loading processes per rank")
+    add("--threads", type=number(int, low=0), default=0, help="CPU threads per process; 0 leaves torch's choice")
+    add("--out", default=None, help="folder for the results; None is the folder of the first checkpoint")
+
+
+def add_seg(what, argv):
+    number, presets = runtime.number, runtime.Parser(add_help=False)
+    presets.add_argument("--preset", choices=list(segmentation.PRESETS), default="laptop", help="a dict of defaults in segmentation.py; paper: Leopart's protocol, 448 px, 25 epochs")
+    preset = segmentation.PRESETS[presets.parse_known_args(argv)[0].preset if "seg" in argv[:1] else "laptop"]
+    about = "linear segmentation on frozen patch tokens, single layers and multi-scale: mIoU, seg.json, seg_examples.png, by layer seg.png"
+    command = what.add_parser("seg", help=about, description=about, parents=[presets])
+    add_dense_flags(command, preset)
+    add = command.add_argument_group("head").add_argument
+    add("--steps", type=number(int, low=1), default=None, help="updates; None is what --epochs or the preset says")
+    add("--epochs", type=number(float, above=0, high=1e6), default=None, help="passes over the training set, if --steps is not given")
+    add("--opt", choices=["adamw", "sgd"], default=preset["opt"], help="sgd has momentum .9")
+    add("--lr", type=number(float, above=0, high=1e30), default=preset["lr"], help="peak learning rate")
+    add("--weight-decay", type=number(float, low=0), default=preset["weight_decay"], help="of all parameters of the head")
+    add("--schedule", choices=list(segmentation.SCHEDULES), default=preset["schedule"], help="cosine to 0, or a step of x .1 after four fifths")
+    add("--loss-size", type=number(int, low=1), default=preset["loss_size"], help="side that masks are brought to in training")
+    add("--augment", action=argparse.BooleanOptionalAction, default=preset["augment"], help="crops of .8 to 1 of the area and flips, of image and mask together")
+    add("--batch-norm", action=argparse.BooleanOptionalAction, default=preset["batch_norm"], help="BatchNorm before the linear layer, as in DINOv2's head")
+    add("--cache-gb", type=number(float, low=0), default=4.0, help="without --augment features are computed once where they fit in this much memory per process, else for every batch")
+    command.set_defaults(run=seg, ids=None, pad=False)
+
+
+def add_cluster(what):
+    about = "segmentation without labels: k-means of patch tokens, matched to the classes (needs scikit-learn): mIoU, cluster.json, cluster_examples.png, by layer cluster.png"
+    command, number = what.add_parser("cluster", help=about, description=about), runtime.number
+    add_dense_flags(command, {})
+    add = command.add_argument_group("clusters").add_argument
+    add("--clusters", type=number(int, low=1), default=None, help="k of k-means; None is the number of classes")
+    add("--seeds", type=number(int, low=1), default=5, help="runs of k-means, of which the one with the median mIoU is reported")
+    add("--split", choices=["val", "train"], default="val", help="part that is clustered and measured")
+    add("--leftover", choices=["wrong", "majority"], default="wrong", help="clusters beyond the number of classes: never right, or each the class of most of its pixels")
+    command.set_defaults(run=cluster, ids=None, pad=False)
+
+
+def add_discovery(what):
+    """`tokencut` and `pca`."""
+    number = runtime.number
+    about = "one object per image from its patch features (TokenCut, LOST): CorLoc by layer beside trivial boxes; tokencut.json, tokencut.png"
+    command = what.add_parser("tokencut", help=about, description=about)
+    add = command.add_argument
+    add_discovery_flags(add, "VOC2012 (its trainval list), COCO20k, or images/ and masks/", ["last"], "key")
+    add("--method", choices=list(METHODS), default="tokencut", help="; ".join(f"{k}: {v}" for k, v in METHODS.items()))
+    add("--tau", type=number(float, low=-1, high=1), default=0.2, help="tokencut: patches whose cosine exceeds this are joined")
+    add("--eps", type=number(float, above=0, below=1), default=1e-5, help="tokencut: weight of the edges between the others")
+    add("--k", type=number(int, low=1), default=100, help="lost: patches of the fewest correlations that may join the seed")
+    add("--ids", default=None, help="COCO20k: file that lists its images; None looks for coco_20k_filenames.txt in the folder")
+    add("--img-size", type=number(int, low=1), default=None, help="shorter side that images are resized to; None keeps their size, as TokenCut does. Padded with zeros to whole patches")
+    add("--limit", type=number(int, low=1), default=None, help="only this many images, evenly spread; None is all")
+    add("--boxes", action="store_true", help="also write every box, in pixels of the image as it is stored, to tokencut.json")
+    command.set_defaults(run=cut_objects, multi=["none"], classes=27, pad=True)
+
+    about = "the first three principal components of patch features as red, green and blue, by layer and checkpoint: pca.png"
+    command = what.add_parser("pca", help=about, description=about)
+    add = command.add_argument
+    add_discovery_flags(add, "VOC2012, ADE20K, COCO-Stuff, or images/ and masks/", ["all"], "token")
+    add("--basis", choices=["image", "shared"], default="image", help="components of each image, or of all that are shown together")
+    add("--count", type=number(int, low=1), default=6, help="images, evenly spread over the validation part")
+    add("--img-size", type=number(int, low=1), default=128, help="shorter side that images are resized to: more pixels, more patches")
+    command.set_defaults(run=pca, multi=["none"], classes=27, ids=None, pad=True)
+
+
+def add_discovery_flags(add, folders, layers, feature):
+    number = runtime.number
+    add("--ckpt", nargs="+", required=True, help="checkpoints or folders of runs of train_vit.py, train_dino.py or train_mae.py, shown side by side")
+    add("--data", default="composites", help=f"{', '.join(masks.NAMES)}, or a folder: {folders}")
+    add("--layers", nargs="+", type=layer_type("last", "all"), default=layers, metavar="LAYER", help="last, all, or numbers (0: embedding)")
+    add("--feature", choices=["key", "query", "value", "token"], default=feature, help="of the attention of that block, or the tokens after it, through the final LayerNorm")
+    add("--depth", type=number(int, low=1), default=None, help="cut the model after this many blocks; None keeps all")
+    add("--raw", action="store_true", help="weights as trained; without it the averaged ones (ema; of DINO the teacher), where there are some")
+    add("--batch-size", type=number(int, low=1), default=32, help="images per forward pass and process; neighbours of one size share it")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda or mps")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="arithmetic of the forward pass; eigenvectors are float64")
+    add("--threads", type=number(int, low=0), default=0, help="CPU threads per process; 0 leaves torch's choice")
+    add("--out", default=None, help="folder for the results; None is the folder of the first checkpoint")
+
+
 def get_args(argv=None):
     number = runtime.number
     parser = runtime.Parser(description=__doc__)
@@ -470,6 +841,9 @@ def get_args(argv=None):
     add("--workers", type=number(int, low=0), default=0, help="data loading processes per rank")
     add("--threads", type=number(int, low=0), default=0, help="CPU threads per process; 0 leaves torch's choice")
     add("--out", default=None, help="folder for probe.json and probe.png; None is the folder of the first checkpoint")
+    add_seg(what, list(sys.argv[1:] if argv is None else argv))
+    add_cluster(what)
+    add_discovery(what)
     args = parser.parse_args(argv)
     args.argv = list(sys.argv[1:] if argv is None else argv)
     return args
