@@ -9,6 +9,7 @@
     python reproduce.py lm-gap --seeds 1     ours: what moves the skipless model's loss (10 minutes)
     python reproduce.py mae                  paper 3: masked autoencoders, decay and its ablations, probed at every layer (65 minutes)
     python reproduce.py sit                  paper 3: flow matching with decayed shortcuts (30 minutes)
+    python reproduce.py dino                 paper 1: self-distillation, dense prediction and object discovery, depth (60 minutes)
     python reproduce.py table1 --list        the runs that remain
 
 Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
@@ -145,10 +146,29 @@ CLAIMS["sit"] = dict(
            dict(name="decayed to alpha_eff .005, long skips", flags="--alpha-eff 0.005", paper=None, opt="adamw", lrs=[1e-3, 3e-3]),
            dict(name="residual, long skips, the lr of that row", flags="--shortcut residual", paper=None, opt="adamw", lrs=[3e-3])])
 
+# Paper 1, self-supervised. `paper` is its linear segmentation of VOC2012, mIoU of a single layer (AdamW), and its TokenCut on VOC2012, CorLoc (SOAP): ViT-S/16, 300
+# epochs of ImageNet-1k. The lr is searched by the information that the teacher's output holds about a held-out image: without labels, and 0 in a collapse.
+UNTRAINED = dict(lrs=[1e-12], opt="adamw", paper=None, seeds=1)
+CLAIMS["dino"] = dict(
+    title="Paper 1, self-distillation on emoji, 6 epochs; frozen features on composites: linear segmentation and object discovery by layer",
+    script="train_dino.py", search="--holdout 0.2 --epochs 3 --knn-every 0 --eval-every 1000000", final="--knn-every 6 --eval-every 1000000",
+    cells=[dict(UNTRAINED, name="residual, untrained", flags="--epochs 0.05 --shortcut residual"), dict(UNTRAINED, name="skipless, untrained, auto init", flags="--epochs 0.05 --skipless --init auto"),
+           dict(UNTRAINED, name="skipless, untrained", flags="--epochs 0.05 --skipless"),
+           dict(name="residual, AdamW", flags="--shortcut residual", paper="56.3 / -", opt="adamw", lrs=[3e-4, 1e-3, 3e-3]),
+           dict(name="residual, SOAP", flags="--shortcut residual", paper="- / 49.4", opt="soap", lrs=[3e-4, 1e-3, 3e-3]),
+           dict(name="skipless, AdamW", flags="--skipless", paper="62.3 / -", opt="adamw", lrs=[1e-4, 3e-4, 1e-3]),
+           dict(name="skipless, SOAP", flags="--skipless", paper="- / 63.2", opt="soap", lrs=[3e-4, 1e-3, 3e-3]),
+           dict(name="skipless, auto init, SOAP", flags="--skipless --init auto", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
+           dict(name="skipless, class token, SOAP", flags="--skipless --pool token", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
+           dict(name="residual, class token, SOAP", flags="--shortcut residual --pool token", paper=None, opt="soap", lrs="residual, SOAP", seeds=1)]
+    + [dict(name=f"{name}, {depth} layers, SOAP", flags=f"{flags} --depth {depth}", paper=None, opt="soap", lrs=f"{name}, SOAP", seeds=1)
+       for depth in (6, 9, 10) for name, flags in (("residual", "--shortcut residual"), ("skipless", "--skipless"))])
+
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
 METRICS = {"train_vit.py": dict(search="val_top1", final="val_top1", sign=1, useless=15), "train_lm.py": dict(search="tail_loss", final="val_loss", sign=-1, useless=-3),
-           "train_mae.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-0.95), "train_sit.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-1)}
+           "train_mae.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-0.95), "train_sit.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-1),
+           "train_dino.py": dict(search="information", final="information", sign=1, useless=0.05)}
 
 
 def command(claim, cell, lr, seed, extra=""):
@@ -174,7 +194,8 @@ def run(command_line, after=None):
             raise RuntimeError(f"{command_line}\n{done.stderr}")
         record.update(after(out) if after else {})
     losses = [r["loss"] for r in rows if "loss" in r]
-    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor"):
+    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor",
+                "information", "teacher_entropy", "feature_std", "token_cosine"):
         if any(key in r for r in rows):
             record[key] = [r[key] for r in rows if key in r]
     return dict(record, loss=losses[-1], tail_loss=[statistics.mean(losses[-(-3 * len(losses) // 4):])],
@@ -204,9 +225,23 @@ def probe(out, sets):
     return dict(probed=probed)
 
 
+def dense(out):
+    """`probe` on emoji, then linear segmentation and TokenCut of the composites at 64 px, by layer, in %: what a checkpoint of train_dino.py goes through."""
+    measured = {}
+    for what in ("seg", "tokencut"):
+        done = python(f"probe.py {what} --ckpt {out} --data composites --img-size 64 --layers all", out)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        measured[what] = json.loads(Path(out, f"{what}.json").read_text())["checkpoints"][0]
+    single, multi = ([100 * r["miou"] for r in measured["seg"]["rows"] if (len(r["layers"]) > 1) == many] for many in (False, True))
+    cut = measured["tokencut"]
+    return dict(probe(out, [("emoji", "lbfgs")]), dense=dict(miou=single, miou_multi=multi[0], miou_background=100 * measured["seg"]["baseline"]["miou"],
+                                                             corloc=[100 * r["corloc"] for r in cut["rows"]], corloc_centre=100 * cut["centre"], corloc_whole=100 * cut["whole"]))
+
+
 # What a final run's checkpoint goes through. The scenes have 7 groups and 81 subgroups.
 AFTER = {"train_lm.py": quantize, "train_mae.py": functools.partial(probe, sets=(("scenes", "lbfgs"), ("scenes-subgroups", "ridge"))),
-         "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"),))}
+         "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"),)), "train_dino.py": dense}
 
 
 def hardware():
@@ -277,7 +312,7 @@ def pending(claim, results, seeds):
         lr, missing = best_lr(cell, results, METRICS[claim["script"]])
         jobs += [(search_key(cell, m), command(claim, cell, m, 1000, claim["search"])) for m in missing]
         if lr is not None:
-            lines = {final_key(cell, s): command(claim, cell, lr, s, claim["final"]) for s in range(seeds)}
+            lines = {final_key(cell, s): command(claim, cell, lr, s, claim["final"]) for s in range(min(seeds, cell.get("seeds", seeds)))}
             jobs += [(key, line) for key, line in lines.items() if results.final(key, line) is None]
     return sorted(jobs, key=lambda job: (job[0].startswith("final"), int(job[0].split()[-1]) if job[0].startswith("final") else 0))
 
@@ -352,6 +387,57 @@ def probed_table(claim, results, seeds):
                  *best[:5 - flow], spread([c[-1] for c in rank], 2), *[spread([c[-1] / c[0] for c in norm], 1) for _ in range(not flow)], f"{good[0]['alpha_eff'][-1]:.2g}"]
         lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
     return "\n".join(lines) + "\n"
+
+
+def dense_table(claim, results, seeds):
+    """As `table`, for DINO: the monitors of collapse, and what frozen patch features know, of the best layer by the mean over seeds, of the last, and of four layers."""
+    heads = ["cell", "paper: mIoU / CorLoc", "information, nats", "feature std", "token cosine, last layer", "k-NN, best layer", "last layer", "mIoU, best layer", "last layer", "multi-scale",
+             "CorLoc, best layer", "last layer", "seeds", "lr"]
+    lines, trivial = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)], None
+    for cell in claim["cells"]:
+        lr, _ = best_lr(cell, results, METRICS["train_dino.py"])
+        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
+        good = [r for r in runs if "dense" in r]
+        if not good or lr is None:
+            continue
+        trivial = good[0]["dense"]
+        shown = [spread([r["information"][-1] for r in good], 2), spread([r["feature_std"][-1] for r in good], 2), spread([r["token_cosine"][-1][-1] for r in good], 2)]
+        for curves, first in (([r["probed"]["emoji"]["knn"] for r in good], 0), ([r["dense"]["miou"] for r in good], 1), ([r["dense"]["corloc"] for r in good], 1)):
+            mean = [statistics.mean(v) for v in zip(*curves)]
+            top = max(range(len(mean)), key=lambda l: mean[l])
+            shown += [f"{spread([c[top] for c in curves])} ({top + first})", spread([c[-1] for c in curves])]
+        shown.insert(7, spread([r["dense"]["miou_multi"] for r in good]))
+        lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {'-' if cell.get('lrs') == UNTRAINED['lrs'] else f'{lr:g}'} |")
+    if trivial:
+        lines.append(f"| all background / centre box / whole image | - | - | - | - | - | - | {trivial['miou_background']:.1f} | - | - | "
+                     f"{trivial['corloc_centre']:.1f} / {trivial['corloc_whole']:.1f} | - | - | - |")
+    return "\n".join(lines) + "\n"
+
+
+def dense_figure(claim, results, seeds, path):
+    """Token cosine, k-NN, mIoU and CorLoc by layer, means over seeds; residual nets grey, untrained dotted, AdamW dashed; without the other depths."""
+    plt = runtime.pyplot()
+    fig, axes = plt.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
+    greys = iter([".75", ".1", ".35", ".55"])
+    for cell in claim["cells"]:
+        runs = [r for s in range(seeds) if "dense" in (r := results.data["runs"].get(final_key(cell, s), {}))]
+        if not runs or " layers" in cell["name"]:
+            continue
+        style = dict(ls=":" if "untrained" in cell["name"] else "--" if "AdamW" in cell["name"] else "-", **(dict(color=next(greys)) if cell["name"].startswith("residual") else {}))
+        measures = [[r["token_cosine"][-1] for r in runs], [r["probed"]["emoji"]["knn"] for r in runs], [r["dense"]["miou"] for r in runs], [r["dense"]["corloc"] for r in runs]]
+        for axis, curves, first in zip(axes, measures, (0, 0, 1, 1)):
+            mean = [statistics.mean(v) for v in zip(*curves)]
+            line, = axis.plot(range(first, first + len(mean)), mean, "o", ms=3, label=cell["name"], **style)
+            style["color"] = line.get_color()
+        trivial = runs[0]["dense"]
+    for axis, label in zip(axes, ("cosine between an image's tokens", "k-NN, %", "linear segmentation, mIoU %", "TokenCut, CorLoc %")):
+        axis.set(xlabel="layer (0: embedding)", ylabel=label)
+        axis.grid(alpha=.3)
+    for axis, level in ((axes[2], "miou_background"), (axes[3], "corloc_centre")):
+        axis.axhline(trivial[level], color="k", lw=.8, ls="-.")
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
 
 
 def layers_figure(claim, results, seeds, path):
@@ -434,8 +520,8 @@ def figure(claim, results, seeds, path):
     plt.close(fig)
 
 
-TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": probed_table, "train_sit.py": probed_table}
-FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": layers_figure, "train_sit.py": layers_figure}
+TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": probed_table, "train_sit.py": probed_table, "train_dino.py": dense_table}
+FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": layers_figure, "train_sit.py": layers_figure, "train_dino.py": dense_figure}
 
 
 def main(argv=None):
