@@ -24,7 +24,7 @@ from test_runtime import launch_ranks
 from test_train_vit import assert_close, assert_same, assert_same_run, contents, keys, load, one_sentence, rows, stop_at
 
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--holdout", ".0278", "--img-size", "8", "--patch-size", "4", "--local-size", "4", "--local-crops", "2", "--depth", "2",
-        "--color", "0", "--out-dim", "16", "--hidden-dim", "12", "--bottleneck-dim", "6", "--norm-last-layer", "--freeze-last-layer", "0", "--batch-size", "16", "--epochs", ".092",
+        "--color", "0", "--pool", "token", "--out-dim", "16", "--hidden-dim", "12", "--bottleneck-dim", "6", "--norm-last-layer", "--freeze-last-layer", "0", "--batch-size", "16", "--epochs", ".092",
         "--warmup", ".023", "--teacher-temp-warmup", "0", "--lr", "1e-3", "--clip", "3", "--drop-path", "0", "--log-every", "1", "--eval-every", "4", "--save-every", "4",
         "--knn-every", "0", "--knn-images", "100"]               # 8 steps, 2 of them warm-up; 37 validation images
 
@@ -142,7 +142,7 @@ def test_load_model_gives_the_teachers_backbone(finished):
 
 
 def test_first_and_last_lines(tmp_path, capsys):
-    train(tmp_path / "run", "--opt", "soap", "--micro-batch", "4", "--epochs", ".023", "--knn-every", "1", "--skipless")
+    train(tmp_path / "run", "--opt", "soap", "--micro-batch", "4", "--epochs", ".023", "--knn-every", "1", "--skipless", "--init", "auto")
     printed = capsys.readouterr().out
     head = printed[:printed.index("step      1")]
     for words in ("opt=soap", torch.__version__, "asked for by --device", "torch.float32", "10 classes", "skipless, init auto: alpha", "ln K = 2.773", "weight decay 0.04",
@@ -302,7 +302,7 @@ def test_presets():
 
 def test_folders_tell_runs_apart():
     names = [train_dino.get_args(flags).out for flags in ([], ["--skipless"], ["--shortcut", "decayed"], ["--shortcut", "decayed", "--alpha-min", ".5"], ["--depth", "9"], ["--size", "tiny"],
-             ["--skipless", "--init", "default"], ["--pool", "mean"], ["--opt", "soap"], ["--seed", "1"])]
+             ["--skipless", "--init", "default"], ["--skipless", "--init", "auto"], ["--skipless", "--beta", "3"], ["--pool", "token"], ["--opt", "soap"], ["--seed", "1"])]
     assert len(set(names)) == len(names)
 
 
