@@ -147,7 +147,7 @@ CLAIMS["sit"] = dict(
            dict(name="residual, long skips, the lr of that row", flags="--shortcut residual", paper=None, opt="adamw", lrs=[3e-3])])
 
 # Paper 1, self-supervised. `paper` is its linear segmentation of VOC2012, mIoU of a single layer (AdamW), and its TokenCut on VOC2012, CorLoc (SOAP): ViT-S/16, 300
-# epochs of ImageNet-1k. The lr is searched by the information that the teacher's output holds about a held-out image: without labels, and 0 in a collapse.
+# epochs of ImageNet-1k. The lr is searched without labels, by the information that teacher and student share about held-out images: 0 in a collapse.
 UNTRAINED = dict(lrs=[1e-12], opt="adamw", paper=None, seeds=1)
 CLAIMS["dino"] = dict(
     title="Paper 1, self-distillation on emoji, 6 epochs; frozen features on composites: linear segmentation and object discovery by layer",
@@ -168,7 +168,7 @@ CLAIMS["dino"] = dict(
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
 METRICS = {"train_vit.py": dict(search="val_top1", final="val_top1", sign=1, useless=15), "train_lm.py": dict(search="tail_loss", final="val_loss", sign=-1, useless=-3),
            "train_mae.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-0.95), "train_sit.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-1),
-           "train_dino.py": dict(search="information", final="information", sign=1, useless=0.05)}
+           "train_dino.py": dict(search="shared_information", final="shared_information", sign=1, useless=0.05)}
 
 
 def command(claim, cell, lr, seed, extra=""):
@@ -195,7 +195,7 @@ def run(command_line, after=None):
         record.update(after(out) if after else {})
     losses = [r["loss"] for r in rows if "loss" in r]
     for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor",
-                "information", "teacher_entropy", "feature_std", "token_cosine"):
+                "information", "shared_information", "teacher_entropy", "feature_std", "token_cosine"):
         if any(key in r for r in rows):
             record[key] = [r[key] for r in rows if key in r]
     return dict(record, loss=losses[-1], tail_loss=[statistics.mean(losses[-(-3 * len(losses) // 4):])],
@@ -391,7 +391,7 @@ def probed_table(claim, results, seeds):
 
 def dense_table(claim, results, seeds):
     """As `table`, for DINO: the monitors of collapse, and what frozen patch features know, of the best layer by the mean over seeds, of the last, and of four layers."""
-    heads = ["cell", "paper: mIoU / CorLoc", "information, nats", "feature std", "token cosine, last layer", "k-NN, best layer", "last layer", "mIoU, best layer", "last layer", "multi-scale",
+    heads = ["cell", "paper: mIoU / CorLoc", "shared information, nats", "feature std", "token cosine, last layer", "k-NN, best layer", "last layer", "mIoU, best layer", "last layer", "multi-scale",
              "CorLoc, best layer", "last layer", "seeds", "lr"]
     lines, trivial = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)], None
     for cell in claim["cells"]:
@@ -401,7 +401,7 @@ def dense_table(claim, results, seeds):
         if not good or lr is None:
             continue
         trivial = good[0]["dense"]
-        shown = [spread([r["information"][-1] for r in good], 2), spread([r["feature_std"][-1] for r in good], 2), spread([r["token_cosine"][-1][-1] for r in good], 2)]
+        shown = [spread([r["shared_information"][-1] for r in good], 2), spread([r["feature_std"][-1] for r in good], 2), spread([r["token_cosine"][-1][-1] for r in good], 2)]
         for curves, first in (([r["probed"]["emoji"]["knn"] for r in good], 0), ([r["dense"]["miou"] for r in good], 1), ([r["dense"]["corloc"] for r in good], 1)):
             mean = [statistics.mean(v) for v in zip(*curves)]
             top = max(range(len(mean)), key=lambda l: mean[l])

@@ -18,17 +18,21 @@ import math
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.transforms import v2
 from tqdm import tqdm
 
 import data
+import discovery
 import init
 import optim
 import probe
 import runtime
-from model import DINO, SIZES
+import segmentation
+from model import DINO, SIZES, patch_tokens
 from runtime import BadInput
 
 PRESETS = {
@@ -310,10 +314,26 @@ def probe_layers(model, images, transform, args, world):
             [float(init.token_cosine(tokens.float())) for tokens in model.layers(x)])
 
 
+@torch.no_grad()
+def save_pca(model, images, args, world, count=6):
+    """out/pca.png: validation images, enlarged, and the first three principal components of their patches at four layers as colours, a basis for each image."""
+    side = max(2 * args.img_size, 16 * args.patch_size)
+    shown = [v2.functional.resize(images.val[i][0], [side, side], **data.BICUBIC) for i in discovery.spread(count, len(images.val))]
+    x = torch.stack([v2.Compose(data.normalise(images))(image) for image in shown]).to(world.device)
+    layers, columns = segmentation.multi_scale(args.depth), []
+    for l, tokens in zip(layers, patch_tokens(model, x, layers)):
+        maps = [discovery.colours(t, discovery.pca(t)).unflatten(0, (side // args.patch_size,) * 2) for t in tokens.float()]
+        columns.append((f"layer {l}", [(colours, (0, side, side, 0)) for colours in maps]))
+    discovery.colour_sheet(Path(args.out) / "pca.png", [image.expand(3, -1, -1) for image in shown], columns)
+
+
 def look(step, student, teacher, images, views, transform, temperature, with_layers, args, world, dtype):
-    """The record of an evaluation: validation loss, `collapse` of the teacher, and with_layers its k-NN accuracy, effective rank and token cosine by layer."""
+    """The record of an evaluation: validation loss, `collapse` of the teacher, and with_layers its k-NN accuracy, effective rank and token cosine by layer.
+
+    shared_information, nats: H(mean p_t) - loss, a lower bound on what the student's output on one view says about the teacher's on another. It is 0 or less
+    where nothing is learned and where all has collapsed, so unlike the loss it can choose a learning rate without labels."""
     val_loss, seen = evaluate(student, teacher, images, views, temperature, args, world, dtype)
-    record = dict(step=step, val_loss=val_loss, **seen)
+    record = dict(step=step, val_loss=val_loss, shared_information=seen["information"] + seen["teacher_entropy"] - val_loss, **seen)
     if with_layers:
         knn, rank, cosines = probe_layers(teacher.backbone, images, transform, args, world)
         record.update(val_knn=knn, val_knn_best=max(knn), effective_rank=rank, token_cosine=cosines)
@@ -322,7 +342,7 @@ def look(step, student, teacher, images, views, transform, temperature, with_lay
 
 def describe(record, args):
     """The human line of a record, and one more where the outputs have collapsed."""
-    line = f"step {record['step']:6d}  val loss {record['val_loss']:.4f}  teacher entropy {record['teacher_entropy']:.2f}  information {record['information']:.2f}  " \
+    line = f"step {record['step']:6d}  val loss {record['val_loss']:.4f}  teacher entropy {record['teacher_entropy']:.2f}  information {record['information']:.2f}, shared {record['shared_information']:.2f}  " \
            f"feature std {record['feature_std']:.2f}"
     if "val_knn" in record:
         knn = record["val_knn"]
@@ -441,6 +461,8 @@ def main(argv=None):
                 runtime.check_val(record["val_loss"], step, lr)
                 best = max(best, record.get("val_knn_best", 0.0))
                 log.line(describe(record, args), **record)
+                if world.main and knn_now:
+                    save_pca(teacher.backbone, images, args, world)
             if save_now and world.main:
                 runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=teacher.state_dict(), optimizer=optimizer.state_dict(),
                                                    step=step, best=best, rng=torch.get_rng_state(), args=flags))
@@ -453,7 +475,7 @@ def main(argv=None):
     if world.main:
         metric, label = ("val_knn_best", "k-NN of the best layer, %") if args.knn_every else ("val_loss", "validation loss")
         runtime.plot_curve(args.out, f"DINO, {run_name(args, PRESETS[args.preset])}, {args.opt}", metric, label, digits=1 if args.knn_every else 3)
-    log.say(f"{args.out}: ckpt.pt, log.jsonl, args.json, curve.png")
+    log.say(f"{args.out}: ckpt.pt, log.jsonl, args.json, curve.png" + ", pca.png" * bool(args.knn_every))
     log.say(f"val k-NN {record['val_knn_best']:.1f} %" if args.knn_every else f"val loss {record['val_loss']:.4f}")
 
 
