@@ -77,7 +77,7 @@ def get_args(argv=None):
 
     add = parser.add_argument_group("model").add_argument
     add("--finetune", default=None, metavar="CKPT",
-        help="start from the encoder of this checkpoint of train_mae.py or train_vit.py, its averaged weights if it has some; size, patches and shortcuts "
+        help="start from the encoder of this checkpoint of train_mae.py, train_dino.py (the teacher's) or train_vit.py, its averaged weights if it has some; size, patches and shortcuts "
              "are its own, data and image size too unless given")
     add("--size", choices=list(SIZES), help="embedding width, depth and heads")
     add("--depth", type=number(int, low=1), help="number of blocks; None is the size's own")
@@ -156,9 +156,9 @@ def get_args(argv=None):
 
 def read_pretrained(path):
     """The checkpoint with the encoder to fine-tune. Raises BadInput for a file that is missing, damaged, or holds another kind of model."""
-    remedy = "give the ckpt.pt of a run of train_mae.py or train_vit.py"
+    remedy = "give the ckpt.pt of a run of train_mae.py, train_dino.py or train_vit.py"
     checkpoint = runtime.read_checkpoint(path, "--finetune", remedy)
-    if checkpoint["args"].get("kind", "vit") not in ("mae", "vit") or not {"train_images", "patch_size"} <= set(checkpoint["args"]):
+    if checkpoint["args"].get("kind", "vit") not in ("mae", "dino", "vit") or not {"train_images", "patch_size"} <= set(checkpoint["args"]):
         what = "a language model" if "lm" in checkpoint["args"] else "another kind of model"
         raise BadInput(f"--finetune {path} holds {what}, not an encoder of images: {remedy}")
     return checkpoint
@@ -196,8 +196,9 @@ def load_encoder(raw, path):
     if made["in_chans"] != raw.patch_embed.proj.in_channels:
         raise BadInput(f"--finetune {path} saw images of {made['in_chans']} channels and --data has {raw.patch_embed.proj.in_channels}: choose another --data, "
                        "or pretrain on it")
+    weights = {k.removeprefix("backbone."): v for k, v in weights.items()}          # DINO's, beside its head
     own, side = raw.state_dict(), made["img_size"] // made["patch_size"]
-    kept = {k: v for k, v in weights.items() if k in own and k.split(".")[0] in ("patch_embed", "cls_token", "pos_embed", "blocks", "norm")}
+    kept = {k: v for k, v in weights.items() if k in own and k.split(".")[0] in ("patch_embed", "cls_token", "pos_embed", "blocks", "norm", "fc_norm")}
     try:
         kept["pos_embed"] = resize_pos_embed(kept["pos_embed"], (side, side), raw.grid)
         raw.load_state_dict(own | kept)

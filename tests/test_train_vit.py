@@ -19,6 +19,7 @@ from PIL import Image
 
 import data
 import runtime
+import train_dino
 import train_mae
 import train_vit
 from test_runtime import launch, launch_ranks, run_script
@@ -713,6 +714,23 @@ def test_a_supervised_encoder_too(finished, tmp_path):
         assert torch.equal(vit.forward_features(x), old.eval().forward_features(x))
         assert vit(x).abs().max() < .01
     assert (args.data, args.size, args.patch_size, args.img_size) == ("digits8x8", "nano", 4, 8)
+
+
+@pytest.mark.parametrize("pool", ["token", "mean"])
+def test_a_self_distilled_encoder_too(tmp_path, pool):
+    """From a checkpoint of train_dino.py: the teacher's backbone with its final norm, not the student's, and nothing of the head."""
+    args = train_dino.get_args(["--data", "digits8x8", "--img-size", "8", "--patch-size", "4", "--local-size", "4", "--depth", "2", "--skipless", "--pool", pool])
+    student, teacher, kwargs, head, _ = train_dino.build_model(args, data.load_images("digits8x8"))
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.add_(torch.randn_like(p), alpha=.1)
+    flags = dict(vars(args), kind="dino", model=kwargs, head=head, train_images=1440, classes=10, in_chans=1)
+    vit, found = start_from(checkpoint(tmp_path, args=flags, model=student.state_dict(), ema=teacher.state_dict()), "--pool", pool)
+    x = torch.randn(2, 1, 8, 8)
+    vit.head = torch.nn.Identity()
+    with torch.no_grad():
+        assert torch.equal(vit(x), teacher.eval().backbone(x))
+    assert (found.shortcut, found.img_size, found.data) == ("skipless", 8, "digits8x8")
 
 
 FINETUNE = ["--threads", "1", "--device", "cpu", "--batch-size", "64", "--log-every", "1", "--epochs", ".4", "--warmup", ".2", "--save-every", "3"]
