@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+import probe
 import reproduce
 import text
+import train_dino
 import train_lm
 import train_mae
 import train_sit
@@ -15,7 +17,7 @@ from runtime import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-SCRIPTS = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit}
+SCRIPTS = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit, "train_dino.py": train_dino}
 
 
 class Recorded:
@@ -163,12 +165,21 @@ def test_the_readmes_commands_parse():
             SCRIPTS[script].get_args(flags)
 
 
+def test_the_readmes_probes_parse():
+    commands = re.findall(r"probe\.py([^\n#`]*)", "\n".join(re.findall(r"```\n(.*?)```", README, re.S)))
+    assert {"layers", "seg", "tokencut", "pca", "cluster"} <= {line.split()[0] for line in commands}
+    for line in commands:
+        probe.get_args(line.split())
+
+
 @pytest.mark.parametrize("script, flags", [c for c in train_commands() if "--preset" not in c[1]], ids=lambda c: c if isinstance(c, str) else " ".join(c))
 def test_the_readmes_training_commands_run(script, flags, tmp_path, capsys):
     short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--eval-tokens", "2048", "--sample-tokens", "5"],
-             "train_mae.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"], "train_sit.py": ["--steps", "2", "--samples", "4", "--sample-steps", "2"]}[script]
+             "train_mae.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"], "train_sit.py": ["--steps", "2", "--samples", "4", "--sample-steps", "2"],
+             "train_dino.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"]}[script]
     SCRIPTS[script].main([*flags, *short, "--warmup", "0", "--out", str(tmp_path), "--threads", "1"])
-    assert re.search(r"^val top-1 \d+\.\d %$" if script == "train_vit.py" else r"^val loss \d+\.\d{4}$", capsys.readouterr().out.splitlines()[-1])
+    last = {"train_vit.py": r"^val top-1 \d+\.\d %$", "train_dino.py": r"^val k-NN \d+\.\d %$"}
+    assert re.search(last.get(script, r"^val loss \d+\.\d{4}$"), capsys.readouterr().out.splitlines()[-1])
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
