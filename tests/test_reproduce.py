@@ -138,6 +138,19 @@ def test_the_masked_autoencoders_table_by_hand():
     assert row == ("| a | 76.5 | 0.600 ± 0.141 | 35.0 ± 0.0 (4) | 30.5 ± 0.7 | 45.0 ± 0.0 (4) | 40.5 ± 0.7 | 35.0 ± 0.0 (4) | 1.00 ± 0.00 | 2.8 ± 0.4 | 0.0036 | 2 | 0.001 |")
 
 
+def test_the_table_of_dense_features():
+    """Best layers are those of the mean over seeds, k-NN counted from the embedding and the others from block 1; what is trivial has a row of its own."""
+    cell, results = dict(CELL, name="a", paper="56.3 / -", lrs=[1e-3]), Recorded({})
+    for seed in range(2):
+        dense = dict(miou=[10.0, 30.0 + seed, 20.0], miou_multi=33.0 + seed, miou_background=11.7, corloc=[40.0, 20.0, 30.0 - 2 * seed], corloc_centre=38.5, corloc_whole=8.3)
+        results.data["runs"][f"final | a | seed {seed}"] = dict(
+            shared_information=[0.5, 1.0 + seed], feature_std=[0.9], token_cosine=[[0.1, 0.2, 0.3, 0.4]], probed={"emoji": dict(knn=[50.0 - 20 * seed, 20.0, 45.0, 10.0])}, dense=dense)
+    lines = reproduce.dense_table(dict(cells=[cell], script="train_dino.py"), results, 3).splitlines()
+    assert lines[2] == ("| a | 56.3 / - | 1.50 ± 0.71 | 0.90 ± 0.00 | 0.40 ± 0.00 | 45.0 ± 0.0 (2) | 10.0 ± 0.0 | 30.5 ± 0.7 (2) | 20.0 ± 0.0 | 33.5 ± 0.7 | 40.0 ± 0.0 (1) | 29.0 ± 1.4 | 2 | 0.001 |")
+    assert lines[3].startswith("| all background / centre box / whole image |") and "| 11.7 |" in lines[3] and "| 38.5 / 8.3 |" in lines[3]
+    assert {line.count("|") for line in lines} == {15}
+
+
 def test_a_search_for_the_lowest_loss():
     cell, metric = dict(CELL, name="a"), reproduce.METRICS["train_lm.py"]
     results = Recorded({})
