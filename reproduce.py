@@ -194,11 +194,12 @@ def run(command_line, after=None):
             raise RuntimeError(f"{command_line}\n{done.stderr}")
         record.update(after(out) if after else {})
     losses = [r["loss"] for r in rows if "loss" in r]
+    last_quarter = losses[-(-3 * len(losses) // 4):] or losses[-1:]
     for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor",
                 "information", "shared_information", "teacher_entropy", "feature_std", "token_cosine"):
         if any(key in r for r in rows):
             record[key] = [r[key] for r in rows if key in r]
-    return dict(record, loss=losses[-1], tail_loss=[statistics.mean(losses[-(-3 * len(losses) // 4):])],
+    return dict(record, loss=losses[-1], tail_loss=[statistics.mean(last_quarter)],
                 model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
 
 
