@@ -44,7 +44,7 @@ PRESETS = {
         out_dim=256, hidden_dim=256, bottleneck_dim=64, norm_last_layer=True, teacher_temp=0.04, teacher_temp_start=0.04, teacher_temp_warmup=0.0, momentum=0.98,
         freeze_last_layer=0.0, epochs=6, batch_size=32, warmup=0.5, min_lr=0.0, weight_decay=0.04, weight_decay_end=0.4, clip=3.0, drop_path=0.0,
         betas={"adamw": (0.9, 0.999)}, precondition_frequency=10,
-        lr={"shortcut": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
+        lr={"shortcut": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 1e-3, "muon": 1e-3},             # adamw, soap: searched (results/dino.json)
             "skipless": {"adamw": 3e-4, "soap": 1e-3, "kl-shampoo": 3e-4, "muon": 1e-3}}, knn_every=1.0, knn_images=4096),
     # DINO's published "boosted" ViT-S/16: batch 1024, lr 5e-4 * batch / 256 = 2e-3, 10 of 300 epochs of warm-up, cosine to 1e-6, weight decay .04 to .4,
     # teacher momentum .996 to 1 and temperature .04 to .07 over 30 epochs. Other optimizers than AdamW: the paper names no setting, ours are an assumption.
