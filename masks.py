@@ -224,6 +224,9 @@ def listing(folder, extensions=IMG_EXTENSIONS):
         raise BadInput(f"there is no folder '{folder}': {LAYOUTS}")
     names = [name for name in sorted(os.listdir(folder)) if name.lower().endswith(tuple(extensions)) and not name.startswith(".")]
     found = {os.path.splitext(name)[0]: folder / name for name in names}
+    if len(found) < len(names):
+        twice = next(name for name in names if found[os.path.splitext(name)[0]].name != name)
+        raise BadInput(f"'{folder}' has both {twice} and {found[os.path.splitext(twice)[0]].name}, and one mask cannot be of two: rename or remove one")
     if not found:
         raise BadInput(f"'{folder}' holds no {extensions[0][1:]} files: {LAYOUTS}")
     return found
@@ -362,6 +365,8 @@ def own_folder(root, task):
     else:                                                            # then the largest label of all tells how many there are
         largest = max(int(torch.where(mask == IGNORE, -1, mask).max()) for _, masks in files.values() for mask in map(read_mask, masks))
         names = [str(i) for i in range(largest + 1)]
+    if len(names) == 1:
+        raise BadInput(f"the masks of '{root}' tell only one class apart, as {IGNORE} stands for no label: save the pixels of an object as 1, or name the classes in classes.txt")
     if not 1 <= len(names) <= IGNORE:
         raise BadInput(f"'{root}' has {len(names)} classes, where 1 to {IGNORE} are possible: 0 to {IGNORE - 1} are labels and {IGNORE} stands for no label")
     table = label_table(range(len(names)))

@@ -470,7 +470,9 @@ def dense_net(path, args, dense, load=load_set):
         raise BadInput(f"--depth {args.depth}: {path} has {len(net.blocks)} blocks: cut it after one of these")
     net.blocks = net.blocks[:args.depth or len(net.blocks)]      # layers after the last block, and the final norm, now follow this one
     depth = len(net.blocks)
-    single = [depth if l == "last" else l for l in (range(1, depth + 1) if "all" in args.layers else args.layers)]
+    single = [l for word in args.layers for l in (range(1, depth + 1) if word == "all" else [depth if word == "last" else word])]
+    if len(args.multi) > 1 and {"auto", "none"} & set(args.multi):
+        raise BadInput(f"--multi {' '.join(map(str, args.multi))}: auto and none stand alone: give one of them, or numbers")
     multi = segmentation.multi_scale(depth) if args.multi == ["auto"] else () if "none" in args.multi else tuple(args.multi)
     groups = list(dict.fromkeys([(l,) for l in single] + [multi] * bool(multi)))
     if "auto" in multi or max(max(group) for group in groups) > depth:
@@ -488,11 +490,20 @@ def dense_net(path, args, dense, load=load_set):
     return net, saved, replace(dense, mean=mean, std=std), size, groups
 
 
-def start_dense(args, training, task="segmentation"):
-    """What the commands on dense sets begin with: (world, dtype, the dense set, [(path, name, *`dense_net`)], folder for the results)."""
+def start_dense(args, training, task="segmentation", alone=None):
+    """What the commands on dense sets begin with: (world, dtype, the dense set, [(path, name, *`dense_net`)], folder for the results).
+
+    alone: why a command runs in one process only; more are refused before anything is loaded."""
     world = runtime.start(args.device, args.threads)
+    if alone and world.size > 1:
+        raise BadInput(f"{alone}: start it without torchrun")
+    if 0 in args.layers and getattr(args, "feature", "token") != "token":
+        raise BadInput(f"--layers 0 is the embedding, which has no {args.feature}: use --feature token, or layers from 1")
     dtype, why = runtime.pick_dtype(args.dtype, world.device)
-    dense = masks.load_dense(args.data, task, args.classes, args.ids)
+    dense = masks.load_dense(args.data, task, args.classes or 27, args.ids)
+    for flag, value, name in (("--classes", args.classes, "COCO-Stuff"), ("--ids", args.ids, "COCO20k")):
+        if value and not dense.name.startswith(name):
+            raise BadInput(f"{flag} {value} has no effect on {dense.name}, only on {name}: leave it out")
     if training and dense.train is None:
         raise BadInput(f"--data {args.data} has no training part, which a head needs: add one, or use probe.py cluster")
     load = functools.cache(load_set)
@@ -552,6 +563,8 @@ def write_dense(out, name, args, world, dtype, records, rows, classes):
 def seg(args):
     """`probe.py seg`."""
     world, dtype, dense, loaded, out = start_dense(args, training=True)
+    if args.steps and args.epochs:
+        raise BadInput(f"--steps {args.steps} and --epochs {args.epochs:g} both say how long: give one of the two")
     how = {key: getattr(args, key) for key in (*segmentation.PRESETS["laptop"], "preset", "cache_gb", "seed")}
     if not (args.steps or args.epochs):
         how.update({key: segmentation.PRESETS[args.preset][key] for key in ("steps", "epochs")})
@@ -586,9 +599,7 @@ def cluster(args):
     """`probe.py cluster`."""
     for package in ("sklearn.cluster", "scipy.optimize"):        # said before the features are computed
         runtime.import_optional(package, "probe.py cluster")
-    world, dtype, dense, loaded, out = start_dense(args, training=args.split == "train")
-    if world.size > 1:
-        raise BadInput("probe.py cluster runs in one process, as scikit-learn does: start it without torchrun")
+    world, dtype, dense, loaded, out = start_dense(args, training=args.split == "train", alone="probe.py cluster runs in one process, as scikit-learn does")
     part, k = getattr(dense, args.split), args.clusters or len(dense.classes)
     for path, _, net, _, _, size, _ in loaded:
         if k > len(part) * (size // net.patch_embed.patch_size) ** 2:
@@ -618,13 +629,14 @@ METHODS = {
 
 def cut_objects(args):
     """`probe.py tokencut`."""
+    for flag, value in (("tau", args.tau), ("eps", args.eps), ("k", args.k)):
+        if value is not None and (flag == "k") == (args.method == "tokencut"):
+            raise BadInput(f"--{flag} has no effect with --method {args.method}: leave it out")
+    args.tau, args.eps, args.k = 0.2 if args.tau is None else args.tau, args.eps or 1e-5, args.k or 100
     world, dtype, dense, loaded, out = start_dense(args, training=False, task="discovery")
     positions = discovery.spread(args.limit or len(dense.val), len(dense.val))
     if world.size > len(positions):
         raise BadInput(f"{world.size} processes are more than there are images: start torchrun with --nproc_per_node={len(positions)} or less")
-    for path, _, _, _, _, _, groups in loaded:
-        if (0,) in groups and args.feature != "token":
-            raise BadInput(f"--layers 0: the embedding of {path} has no {args.feature}: use --feature token, or layers from 1")
     find = functools.partial(discovery.tokencut, tau=args.tau, eps=args.eps) if args.method == "tokencut" else functools.partial(discovery.lost, k=args.k)
     setting = f"tau {args.tau:g}, eps {args.eps:g}" if args.method == "tokencut" else f"k {args.k}"
     how = dict(find=find, feature=args.feature, img_size=args.img_size, batch_size=args.batch_size, dtype=dtype)
@@ -634,7 +646,8 @@ def cut_objects(args):
         with refusals(path):
             score, boxes = discovery.corloc(net.to(world.device), own, positions, layers, world=world, **how)
         if not score["images"]:
-            raise BadInput(f"--data {args.data} --limit {len(positions)}: none of the images has a box: raise --limit or leave it out")
+            raise BadInput(f"--data {args.data}: none of the {len(positions)} images has a box: "
+                           + ("raise --limit or leave it out" if args.limit else "give a set with boxes"))
         boxes, best = gather(boxes, world), max(range(len(layers)), key=lambda i: score["layers"][i])
         records.append(dict(checkpoint=str(path), name=name, kind=saved.get("kind", "vit"), step=saved["step"], weights=saved["weights"], depth=len(net.blocks), best=layers[best],
                             rows=[dict(layer=l, corloc=v) for l, v in zip(layers, score["layers"])], seconds=time.perf_counter() - start, **{k: v for k, v in score.items() if k != "layers"}))
@@ -664,14 +677,10 @@ def cut_objects(args):
 
 
 def pca(args):
-    world, dtype, dense, loaded, out = start_dense(args, training=False)
-    if world.size > 1:
-        raise BadInput("probe.py pca draws a few images in one process: start it without torchrun")
+    world, dtype, dense, loaded, out = start_dense(args, training=False, alone="probe.py pca draws a few images in one process")
     positions, columns = discovery.spread(args.count, len(dense.val)), []
     for path, name, net, _, own, _, groups in loaded:
         layers = [l for (l,) in groups]
-        if 0 in layers and args.feature != "token":
-            raise BadInput(f"--layers 0: the embedding of {path} has no {args.feature}: use --feature token, or layers from 1")
         with refusals(path):
             maps = discovery.colour_maps(net.to(world.device), own, positions, layers, args.basis, args.feature, img_size=args.img_size, batch_size=args.batch_size, device=world.device, dtype=dtype)
         columns += [(f"{name}\nlayer {l}" if len(loaded) > 1 else f"layer {l}", column) for l, column in zip(layers, maps)]
@@ -716,7 +725,7 @@ def add_dense_flags(command, preset):
 
     add("--ckpt", nargs="+", required=True, help="checkpoints or folders of runs of train_vit.py, train_dino.py or train_mae.py, shown side by side")
     add("--data", default="composites", help=f"{', '.join(masks.NAMES)}, or a folder: VOC2012, ADE20K, COCO-Stuff, or images/ and masks/")
-    add("--classes", type=int, choices=[27, 171], default=27, help="of COCO-Stuff; no other set has a choice")
+    add("--classes", type=int, choices=[27, 171], default=None, help="of COCO-Stuff, which no other set has a choice of; None is 27")
     add("--layers", nargs="+", type=layer_type("last", "all"), default=["last"], metavar="LAYER", help="single layers: last, all, or numbers (0: embedding)")
     add("--multi", nargs="+", type=layer_type("auto", "none"), default=["auto"], metavar="LAYER", help="layers to concatenate: auto (four, evenly spaced: 3 6 9 12 of 12), none, or numbers")
     add("--depth", type=number(int, low=1), default=None, help="cut the model after this many blocks; None keeps all")
@@ -773,23 +782,23 @@ def add_discovery(what):
     add = command.add_argument
     add_discovery_flags(add, "VOC2012 (its trainval list), COCO20k, or images/ and masks/", ["last"], "key")
     add("--method", choices=list(METHODS), default="tokencut", help="; ".join(f"{k}: {v}" for k, v in METHODS.items()))
-    add("--tau", type=number(float, low=-1, high=1), default=0.2, help="tokencut: patches whose cosine exceeds this are joined")
-    add("--eps", type=number(float, above=0, below=1), default=1e-5, help="tokencut: weight of the edges between the others")
-    add("--k", type=number(int, low=1), default=100, help="lost: patches of the fewest correlations that may join the seed")
+    add("--tau", type=number(float, low=-1, high=1), default=None, help="tokencut: patches whose cosine exceeds this are joined; None is 0.2")
+    add("--eps", type=number(float, above=0, below=1), default=None, help="tokencut: weight of the edges between the others; None is 1e-5")
+    add("--k", type=number(int, low=1), default=None, help="lost: patches of the fewest correlations that may join the seed; None is 100")
     add("--ids", default=None, help="COCO20k: file that lists its images; None looks for coco_20k_filenames.txt in the folder")
     add("--img-size", type=number(int, low=1), default=None, help="shorter side that images are resized to; None keeps their size, as TokenCut does. Padded with zeros to whole patches")
     add("--limit", type=number(int, low=1), default=None, help="only this many images, evenly spread; None is all")
     add("--boxes", action="store_true", help="also write every box, in pixels of the image as it is stored, to tokencut.json")
-    command.set_defaults(run=cut_objects, multi=["none"], classes=27, pad=True)
+    command.set_defaults(run=cut_objects, multi=["none"], classes=None, pad=True)
 
     about = "the first three principal components of patch features as red, green and blue, by layer and checkpoint: pca.png"
     command = what.add_parser("pca", help=about, description=about)
     add = command.add_argument
     add_discovery_flags(add, "VOC2012, ADE20K, COCO-Stuff, or images/ and masks/", ["all"], "token")
     add("--basis", choices=["image", "shared"], default="image", help="components of each image, or of all that are shown together")
-    add("--count", type=number(int, low=1), default=6, help="images, evenly spread over the validation part")
+    add("--count", type=number(int, low=1, high=50), default=6, help="images, evenly spread over the validation part")
     add("--img-size", type=number(int, low=1), default=128, help="shorter side that images are resized to: more pixels, more patches")
-    command.set_defaults(run=pca, multi=["none"], classes=27, ids=None, pad=True)
+    command.set_defaults(run=pca, multi=["none"], classes=None, ids=None, pad=True)
 
 
 def add_discovery_flags(add, folders, layers, feature):

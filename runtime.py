@@ -226,10 +226,17 @@ def check_resume(path, saved, args, fixed, free):
         if saved[key] != args[key]:
             flag = "--" + key.replace("_", "-")
             if key in fixed:
-                raise BadInput(f"{path} was trained with {flag} {saved[key]} and you ask for {flag} {args[key]}: "
-                               f"pass {flag} {saved[key]}, --fresh to start over, or another --out")
+                raise BadInput(f"{path} was trained with {typed(flag, saved[key])} and you ask for {typed(flag, args[key])}: "
+                               f"pass {typed(flag, saved[key])}, --fresh to start over, or another --out")
             notes.append(f"{flag} was {saved[key]} and is {args[key]}")
     return notes
+
+
+def typed(flag, value):
+    """A flag with its value as one types it."""
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
 
 
 def restore(path, saved, model, ema, optimizer, steps, notes):
@@ -241,7 +248,7 @@ def restore(path, saved, model, ema, optimizer, steps, notes):
         ema.load_state_dict(saved["ema"] or saved["model"])
     torch.set_rng_state(saved["rng"])
     if saved["step"] >= steps and notes:
-        raise BadInput(f"{path} is a finished run (step {saved['step']} of {steps}), but {'; '.join(notes)}: pass --fresh to start over, or another --out")
+        raise BadInput(f"{path} is a finished run of {saved['step']} steps, but {'; '.join(notes)}: pass --fresh to start over, or another --out")
     return saved["step"], saved["best"]
 
 

@@ -261,6 +261,8 @@ def evaluate(net, heads, groups, layers, dense, how, world, dtype=torch.float32,
             total += sum(confusion(p, mask, classes) for p, mask in zip(pred, masks))
     if world.size > 1:
         dist.all_reduce(totals)
+    if not totals[0].any():
+        raise BadInput(f"--data: no pixel of the validation masks of {dense.name} has a label, all are {IGNORE}: give masks of labels")
     return list(totals.cpu())
 
 

@@ -360,6 +360,18 @@ def test_a_folder_of_images_and_masks_counts_its_classes_or_reads_their_names(ow
     assert dense.train is None and len(dense.val) == 1
 
 
+def test_masks_of_0_and_255_are_not_taken_for_a_perfect_set(own):
+    """The usual export of binary masks: to read 255 as "no label" leaves the background alone, at 100 % of everything."""
+    for split in ("train", "val"):
+        labels(own / "masks" / split / "a.png", [[0, 255, 255, 0]] * 3, "L")
+    says(own, "only one class", "255", "as 1")
+
+
+def test_two_images_of_one_name_are_refused(own):
+    picture(own / "images" / "val" / "a.png", 4, 3)
+    says(own, "images/val", "a.jpg", "a.png")
+
+
 def test_a_folder_whose_masks_do_not_fit_is_refused(own):
     write(own / "classes.txt", "soil\nstem\nleaf\n")
     says(own, "masks/train/a.png", "the value 3")

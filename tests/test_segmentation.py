@@ -384,7 +384,11 @@ def test_without_scikit_learn_only_cluster_is_missing(run, monkeypatch, capsys):
     (["--depth", "3"], "--depth 3: .* has 2 blocks: cut it"),
     (["--layers", "3"], "--layers 3 --multi auto: .* has layers 0 .. 2: name some"),
     (["--depth", "1", "--layers", "2"], "--layers 2 .* has layers 0 .. 1: .* or raise --depth 1"),
-    (["--multi", "1", "auto"], "--multi 1 auto"),
+    (["--multi", "1", "auto"], "--multi 1 auto: auto and none stand alone"),
+    (["--multi", "none", "1"], "--multi none 1: auto and none stand alone"),
+    (["--steps", "5", "--epochs", "3"], "--steps 5 and --epochs 3 both say how long"),
+    (["--classes", "171"], "--classes 171 has no effect on set, only on COCO-Stuff"),
+    (["--data", "BLANK"], "no pixel of the validation masks of blank has a label"),
     (["--ckpt", "GREY"], "--data .* has images of 3 channels and .*grey takes 1"),
     (["--ckpt", "FLOW"], "--ckpt .*flow is a flow model.*: give a run of train_vit.py"),
     (["--out", "RUN/ckpt.pt/x"], "--out .* cannot be written .*: choose a folder"),
@@ -399,7 +403,10 @@ def test_wrong_input_gets_one_sentence(run, tmp_path, flags, words, capsys):
     if "FLOW" in flags:
         kwargs = dict(input_size=8, patch_size=4, in_chans=3, num_classes=10, embed_dim=32, depth=2, num_heads=2)
         save(tmp_path / "flow", net=model.SiT(**kwargs), args=dict(kind="sit", backbone="sit", model=kwargs, img_size=8))
-    names = dict(RUN=ckpt, GREY=tmp_path / "grey", FLOW=tmp_path / "flow")
+    if "BLANK" in flags:
+        for path in (folder(tmp_path / "blank") / "masks" / "val").iterdir():
+            Image.fromarray(np.full_like(np.array(Image.open(path)), 255)).save(path)
+    names = dict(RUN=ckpt, GREY=tmp_path / "grey", FLOW=tmp_path / "flow", BLANK=tmp_path / "blank")
     flags = [functools.reduce(lambda text, name: text.replace(name, str(names[name])), names, flag) for flag in flags]
     with pytest.raises(SystemExit) as stopped:
         runtime.run(lambda: command("seg", *([] if "--ckpt" in flags else ["--ckpt", ckpt]), *([] if "--data" in flags else ["--data", where]), *flags))
