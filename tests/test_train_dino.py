@@ -82,7 +82,8 @@ def test_what_a_run_leaves(finished):
     assert all(r.keys() == {"step", "epoch", "loss", "lr", "grad_norm", "images_per_s"} for r in train_lines)
     assert [r["lr"] for r in train_lines] == [runtime.lr_at(s, 8, 2, 1e-3) for s in range(8)]
     assert [r["step"] for r in eval_lines] == [4, 8] and "val_knn" not in eval_lines[0]
-    assert eval_lines[1].keys() == {"step", "val_loss", "teacher_entropy", "information", "feature_std", "val_knn", "val_knn_best", "effective_rank", "token_cosine"}
+    assert eval_lines[1].keys() == {"step", "val_loss", "shared_information", "teacher_entropy", "information", "feature_std", "val_knn", "val_knn_best", "effective_rank", "token_cosine"}
+    assert all(r["shared_information"] == pytest.approx(r["information"] + r["teacher_entropy"] - r["val_loss"]) for r in eval_lines)
     saved = load(finished)
     assert set(saved) == {"model", "ema", "optimizer", "step", "best", "rng", "args"} and saved["step"] == 8 and saved["best"] == eval_lines[1]["val_knn_best"]
     assert saved["args"] == json.loads((finished / "args.json").read_text()) and saved["args"]["kind"] == "dino"
