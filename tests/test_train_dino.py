@@ -23,6 +23,7 @@ from test_init import singular_values
 from test_runtime import launch_ranks
 from test_train_vit import assert_close, assert_same, assert_same_run, contents, keys, load, one_sentence, rows, stop_at
 
+pytestmark = pytest.mark.usefixtures("no_curve")
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--holdout", ".0278", "--img-size", "8", "--patch-size", "4", "--local-size", "4", "--local-crops", "2", "--depth", "2",
         "--color", "0", "--pool", "token", "--out-dim", "16", "--hidden-dim", "12", "--bottleneck-dim", "6", "--norm-last-layer", "--freeze-last-layer", "0", "--batch-size", "16", "--epochs", ".092",
         "--warmup", ".023", "--teacher-temp-warmup", "0", "--lr", "1e-3", "--clip", "3", "--drop-path", "0", "--log-every", "1", "--eval-every", "4", "--save-every", "4",
@@ -41,13 +42,6 @@ def train(out, *flags):
 
 def quick():
     runtime.plot_curve = lambda *arguments, **more: None
-
-
-@pytest.fixture(autouse=True)
-def no_curve(request, monkeypatch):
-    """Half a second a picture: drawn once, where it is looked at."""
-    if "finished" not in request.fixturenames:
-        monkeypatch.setattr(runtime, "plot_curve", lambda *arguments, **more: None)
 
 
 def script(argv):

@@ -22,6 +22,7 @@ from test_mae import R, kept_by_hand, loss_by_hand, patch_by_hand, zeros
 from test_runtime import launch_ranks, run_script
 from test_train_vit import assert_close, assert_same, contents, keys, load, one_sentence, rows, stop_at
 
+pytestmark = pytest.mark.usefixtures("no_curve")
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--img-size", "8", "--patch-size", "2", "--depth", "2", "--decoder-dim", "16", "--decoder-depth", "2",
         "--decoder-heads", "2", "--batch-size", "32", "--epochs", ".18", "--warmup", ".05", "--lr", "1e-3", "--log-every", "1", "--eval-every", "4", "--save-every", "4",
         "--knn-every", "0", "--knn-images", "100"]               # 8 steps, 2 of them warm-up; 16 patches
@@ -39,13 +40,6 @@ def train(out, *flags):
 
 def quick():
     runtime.plot_curve = lambda *arguments, **more: None
-
-
-@pytest.fixture(autouse=True)
-def no_curve(request, monkeypatch):
-    """Half a second a picture: drawn once, where it is looked at."""
-    if "finished" not in request.fixturenames:
-        monkeypatch.setattr(runtime, "plot_curve", lambda *arguments, **more: None)
 
 
 def script(argv):

@@ -22,6 +22,7 @@ from model import SiT
 from test_runtime import launch_ranks
 from test_train_vit import assert_close, assert_same, contents, keys, load, one_sentence, rows, stop_at
 
+pytestmark = pytest.mark.usefixtures("no_curve")
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--patch-size", "4", "--depth", "2", "--batch-size", "32", "--steps", "8", "--warmup", "2",
         "--lr", "1e-3", "--ema", ".9", "--eval-every", "4", "--save-every", "4", "--log-every", "1", "--samples", "4", "--sample-steps", "2"]
 CPU = runtime.World(0, 1, torch.device("cpu"), "test")
@@ -40,13 +41,6 @@ def train(out, *flags):
     """A run within this process. Returns its checkpoint."""
     train_sit.main(command(out, *flags))
     return load(out)
-
-
-@pytest.fixture(autouse=True)
-def no_curve(request, monkeypatch):
-    """Half a second a picture: drawn once, where it is looked at."""
-    if "finished" not in request.fixturenames:
-        monkeypatch.setattr(runtime, "plot_curve", lambda *arguments, **more: None)
 
 
 def script(argv):
