@@ -290,7 +290,8 @@ def best_lr(cell, results, metric=METRICS["train_vit.py"]):
         value = results.final(search_key(cell, lr), metric=metric["search"])
         return -math.inf if math.isnan(value) else metric["sign"] * value
     if isinstance(cell["lrs"], str):                               # the cell whose lr this one takes over
-        other = next(c for claim in CLAIMS.values() for c in claim["cells"] if c["name"] == cell["lrs"])
+        claims = sorted(CLAIMS.values(), key=lambda claim: cell not in claim["cells"])     # its own claim first: cells of others may have the same name
+        other = next(c for claim in claims for c in claim["cells"] if c["name"] == cell["lrs"])
         return best_lr(other, results, metric)[0], []
     lrs = list(cell["lrs"])
     if len(lrs) == 1:                                              # given, not searched
