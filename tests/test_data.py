@@ -402,7 +402,7 @@ def test_an_incomplete_folder_is_named(folder, damage, says):
 
 
 def test_unknown_names_and_impossible_holdouts(folder):
-    with pytest.raises(BadInput, match="'cifar11' is neither a folder nor one of mnist5k, digits8x8, emoji, emoji-subgroups, emoji-artists, scenes, scenes-subgroups, cifar10, cifar100"):
+    with pytest.raises(BadInput, match="'cifar11' is neither a folder nor one of mnist5k, digits8x8, emoji, emoji-subgroups, emoji-artists, scenes, scenes-subgroups, composites, composites-subgroups, cifar10, cifar100"):
         D.load_images("cifar11")
     for name in ("~nosuchuser/images", "x" * 300):
         with pytest.raises(BadInput, match="is neither a folder nor one of"):

@@ -401,3 +401,14 @@ def test_names_and_layouts_that_are_unknown_are_refused(tmp_path):
         M.load_dense("composites", "detection")
     with pytest.raises(ValueError, match="27 or 171"):
         M.load_dense("composites", classes=15)
+
+
+def test_composites_as_images_have_the_class_of_what_is_pasted():
+    """And a holdout keeps the six composites of a cutout together."""
+    images, dense = D.load_images("composites-subgroups"), M.load_dense("composites-subgroups")
+    assert images.classes == dense.classes[1:] and images.flip and images.size == 64
+    for part, other in ((images.train, dense.train), (images.val, dense.val)):
+        assert torch.equal(part.images, other.images)
+        assert all(set(mask.unique().tolist()) - {0} == {label + 1} for mask, label in zip(other.masks[::29], part.labels[::29].tolist()))
+    held = D.load_images("composites", holdout=0.2).val
+    assert len(held) % 6 == 0 and all(len(set(labels)) == 1 for labels in held.labels.view(-1, 6).tolist())

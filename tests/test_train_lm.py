@@ -572,7 +572,7 @@ def test_a_text_without_enough_to_train_or_validate_on(tmp_path, capsys, content
     (["--temperature-beta", "1.1"], ["--temperature-beta 1.0", "--temperature-beta 1.1"]),
     (["--attention-scale", "model"], ["--attention-scale head", "--attention-scale model"]), (["--center", ".5"], ["--center 0.0", "--center 0.5"]),
     (["--init", "paper"], ["--init default", "--init paper"]), (["--alpha-u", "2"], ["--init default", "--init residual-free"]),
-    (["--opt", "soap"], ["--opt adamw", "--opt soap"]), (["--betas", ".8", ".9"], ["--betas None", "--betas [0.8, 0.9]"]),
+    (["--opt", "soap"], ["--opt adamw", "--opt soap"]), (["--betas", ".8", ".9"], ["--betas None", "--betas 0.8 0.9"]),
     (["--weight-decay", ".5"], ["--weight-decay 0.01", "--weight-decay 0.5"]),
     (["--precondition-frequency", "3"], ["--precondition-frequency 10", "--precondition-frequency 3"]),
     (["--batch-size", "16"], ["--batch-size 8", "--batch-size 16"]), (["--seed", "1"], ["--seed 0", "--seed 1"]),

@@ -575,7 +575,7 @@ def test_unreadable_image(tmp_path, capsys, split, workers, content):
     (["--patch-size", "2"], ["--patch-size 4", "--patch-size 2"]), (["--init", "paper"], ["--init default", "--init paper"]),
     (["--skipless", "--init", "default"], ["--shortcut residual", "--shortcut skipless"]), (["--shortcut", "decayed", "--alpha-min", ".5"], ["--shortcut residual", "--shortcut decayed"]),
     (["--weight-decay", ".5"], ["--weight-decay 0.05", "--weight-decay 0.5"]), (["--batch-size", "32"], ["--batch-size 64", "--batch-size 32"]),
-    (["--betas", ".8", ".9"], ["--betas None", "--betas [0.8, 0.9]"]), (["--precondition-frequency", "3"], ["--precondition-frequency 10"]),
+    (["--betas", ".8", ".9"], ["--betas None", "--betas 0.8 0.9"]), (["--precondition-frequency", "3"], ["--precondition-frequency 10"]),
     (["--size", "tiny"], ["--size nano", "--size tiny"]), (["--data", "emoji"], ["--data emoji", "digits8x8", "7 classes"]),
     (["--lr", ".5"], ["finished", "--lr", "0.001", "0.5"])], ids=lambda value: value[0])
 def test_checkpoint_of_another_run(copied, capsys, flags, words):
