@@ -162,7 +162,7 @@ CLAIMS["dino"] = dict(
            dict(name="skipless, class token, SOAP", flags="--skipless --pool token", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
            dict(name="residual, class token, SOAP", flags="--shortcut residual --pool token", paper=None, opt="soap", lrs="residual, SOAP", seeds=1)]
     + [dict(name=f"{name}, {depth} layers, SOAP", flags=f"{flags} --depth {depth}", paper=None, opt="soap", lrs=f"{name}, SOAP", seeds=1)
-       for depth in (6, 9, 10) for name, flags in (("residual", "--shortcut residual"), ("skipless", "--skipless"))])
+       for depth in (6, 9) for name, flags in (("residual", "--shortcut residual"), ("skipless", "--skipless"))])
 
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
 # progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.

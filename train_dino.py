@@ -3,9 +3,9 @@
     loss = mean over pairs (i, v), i a global view, v any other view, of  -sum_k p_t(x_i)_k log p_s(x_v)_k
     p_t = softmax((t - center) / T_t),  p_s = softmax(s / T_s);  teacher <- m teacher + (1 - m) student;  center <- .9 center + .1 mean(t)
 
-On a laptop (emoji on white, 32 px, 12 layers, 3 minutes on one core; the probes ask on composites of other emoji and photographs):
-    python train_dino.py --skipless --opt soap
-    python train_dino.py
+On a laptop (emoji on white, 32 px, 12 layers, 3 minutes on one core; the probes ask on drawings pasted on photographs):
+    python train_dino.py --skipless --opt soap               no residuals
+    python train_dino.py --opt soap                          the usual block
     python probe.py seg --ckpt out/dino-*/ckpt.pt            linear segmentation of frozen patch features
     python probe.py tokencut --ckpt out/dino-*/ckpt.pt       unsupervised object discovery
     python probe.py pca --ckpt out/dino-*/ckpt.pt            what the patches have in common, as pictures
