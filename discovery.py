@@ -6,6 +6,7 @@
 And the principal components of patch features as colours (`pca`). Shapes: B images, N = rows * columns patches row by row, D channels.
 """
 import itertools
+import textwrap
 from collections import namedtuple
 
 import torch
@@ -280,6 +281,11 @@ def spread(count, n):
     return torch.linspace(0, n - 1, min(count, n)).round().long().tolist()
 
 
+def wrapped(title, width):
+    """A title whose lines, long names of runs, are broken at hyphens and spaces."""
+    return "\n".join(part for line in title.splitlines() for part in textwrap.wrap(line, width))
+
+
 def tidy(axis, title="", size=None):
     axis.set(xticks=[], yticks=[])
     axis.set_title(title, fontsize=7)
@@ -308,7 +314,7 @@ def overlay(path, rows):
             below.imshow(field.cpu().view(grid).numpy(), extent=extent_of(sample, grid, patch), interpolation="nearest")
             tidy(above, f"IoU {iou(boxes[-1], sample.boxes).max():.2f}" if len(sample.boxes) else "no box", size)
             tidy(below, size=size)
-        axes[2 * row, 0].set_ylabel(title, fontsize=7)
+        axes[2 * row, 0].set_ylabel(wrapped(title, 22), fontsize=7)
     chart.savefig(path, dpi=120)
     plt.close(chart)
 
@@ -341,6 +347,6 @@ def colour_sheet(path, images, columns):
         tidy(axes[row, 0], size=size)
         for axis, (title, maps) in zip(axes[row, 1:], columns):
             axis.imshow(maps[row][0].numpy(), extent=maps[row][1], interpolation="nearest")
-            tidy(axis, title if row == 0 else "", size)
+            tidy(axis, wrapped(title, 17) if row == 0 else "", size)
     chart.savefig(path, dpi=120)
     plt.close(chart)
