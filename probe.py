@@ -257,6 +257,24 @@ def lars_probe(x, y, classes, blr=0.1, batch_size=16384, epochs=90, warmup=10, s
     return net.eval().requires_grad_(False)
 
 
+# ------------------------------------------------------------------------------------------------------------------ results
+@contextlib.contextmanager
+def writing(folder, flag="--out"):
+    """Turns a folder that cannot be written into a sentence that names it and its flag."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInput(f"{flag} {folder} cannot be written ({error.strerror}): choose a folder that can") from error
+
+
+def results_folder(args):
+    """--out, or the folder of the first checkpoint; created before anything is measured."""
+    out = Path(args.out) if args.out else Path(args.ckpt[0]) if Path(args.ckpt[0]).is_dir() else Path(args.ckpt[0]).parent
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
 # ------------------------------------------------------------------------------------------------------------------- layers
 def load_set(name, holdout=0.0, seed=0):
     """The ImageData of that name, image folder, or folder of latents."""
@@ -419,12 +437,10 @@ def layers(args):
             raise BadInput(f"{world.size} processes are more than there are images: start torchrun with --nproc_per_node={min(len(images.train), len(images.val))} or less")
         if args.linear == "lars" and min(len(images.train), args.probe_batch_size) < 2:
             raise BadInput("--linear lars needs 2 training images or more in a batch, for its BatchNorm: use --linear lbfgs, or raise --probe-batch-size")
-    out = Path(args.out) if args.out else Path(args.ckpt[0]) if Path(args.ckpt[0]).is_dir() else Path(args.ckpt[0]).parent
-    for flag, folder in [("--out", out)] + [("--cache", args.cache)] * bool(args.cache):
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"{flag} {folder} cannot be written ({error.strerror}): choose a folder that can") from error
+    out = results_folder(args)
+    if args.cache:
+        with writing(args.cache, "--cache"):
+            Path(args.cache).mkdir(parents=True, exist_ok=True)
     protocol = PROTOCOLS.get(args.linear, "none")
     if args.linear == "lars":
         protocol += f"; blr {args.probe_lr:g}, batch {args.probe_batch_size} (at most the bank), {args.probe_epochs} epochs"
@@ -441,11 +457,9 @@ def layers(args):
         return
     result = dict(command=f"python probe.py {shlex.join(args.argv)}", revision=runtime.git_revision(), torch=torch.__version__, device=str(world.device), dtype=str(dtype),
                   processes=world.size, pool=args.pool, temperature=args.temperature, linear=args.linear, protocol=protocol, centred=args.center, checkpoints=records)
-    try:
+    with writing(out):
         (out / "probe.json").write_text(json.dumps(runtime.finite(result), indent=1) + "\n")
         figure(records, args.linear, out / "probe.png")
-    except OSError as error:
-        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose a folder that can") from error
     print(f"\n{out}: probe.json, probe.png")
     for record in records:
         best = record["best"]
@@ -508,11 +522,7 @@ def start_dense(args, training, task="segmentation", alone=None):
         raise BadInput(f"--data {args.data} has no training part, which a head needs: add one, or use probe.py cluster")
     load = functools.cache(load_set)
     loaded = [(path, (Path(path) if Path(path).is_dir() else Path(path).parent).resolve().name, *dense_net(path, args, dense, load)) for path in args.ckpt]
-    out = Path(args.out) if args.out else Path(args.ckpt[0]) if Path(args.ckpt[0]).is_dir() else Path(args.ckpt[0]).parent
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose a folder that can") from error
+    out = results_folder(args)
     if world.main:
         print(f"device {world.why}; {world.size} process(es); {dtype}, {why}; revision {runtime.git_revision()}, torch {torch.__version__}")
         print(f"{dense.name}: {len(dense.train or [])} training images, {len(dense.val)} validation images, {len(dense.classes)} classes", flush=True)
@@ -562,9 +572,9 @@ def write_dense(out, name, args, world, dtype, records, rows, classes):
 
 def seg(args):
     """`probe.py seg`."""
-    world, dtype, dense, loaded, out = start_dense(args, training=True)
     if args.steps and args.epochs:
         raise BadInput(f"--steps {args.steps} and --epochs {args.epochs:g} both say how long: give one of the two")
+    world, dtype, dense, loaded, out = start_dense(args, training=True)
     how = {key: getattr(args, key) for key in (*segmentation.PRESETS["laptop"], "preset", "cache_gb", "seed")}
     if not (args.steps or args.epochs):
         how.update({key: segmentation.PRESETS[args.preset][key] for key in ("steps", "epochs")})
@@ -700,14 +710,6 @@ def refusals(path):
         raise
     except ValueError as error:
         raise BadInput(f"--ckpt {path}: {error}") from error
-
-
-@contextlib.contextmanager
-def writing(out):
-    try:
-        yield
-    except OSError as error:
-        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose a folder that can") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------- main

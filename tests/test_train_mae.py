@@ -20,7 +20,7 @@ from model import MAE, shortcut_weights
 from test_init import singular_values
 from test_mae import R, kept_by_hand, loss_by_hand, patch_by_hand, zeros
 from test_runtime import launch_ranks, run_script
-from test_train_vit import assert_close, assert_same, contents, keys, load, one_sentence, rows, stop_at
+from test_train_vit import assert_close, assert_same, assert_same_run, contents, keys, load, one_sentence, rows, stop_at
 
 pytestmark = pytest.mark.usefixtures("no_curve")
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--img-size", "8", "--patch-size", "2", "--depth", "2", "--decoder-dim", "16", "--decoder-depth", "2",
@@ -44,14 +44,6 @@ def quick():
 
 def script(argv):
     runtime.run(lambda: train_mae.main(argv))
-
-
-def assert_same_run(a, b):
-    """Weights, averaged weights, optimizer, step, best, generator and log of two run folders are equal to the bit."""
-    one, two = load(a), load(b)
-    one.pop("args"), two.pop("args")
-    assert_same(one, two)
-    assert rows(a) == rows(b)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import train_sit
 import train_vit
 from model import SiT
 from test_runtime import launch_ranks
-from test_train_vit import assert_close, assert_same, contents, keys, load, one_sentence, rows, stop_at
+from test_train_vit import assert_close, assert_same_run, contents, keys, load, one_sentence, rows, stop_at
 
 pytestmark = pytest.mark.usefixtures("no_curve")
 TINY = ["--threads", "1", "--device", "cpu", "--data", "digits8x8", "--patch-size", "4", "--depth", "2", "--batch-size", "32", "--steps", "8", "--warmup", "2",
@@ -46,13 +46,6 @@ def train(out, *flags):
 def script(argv):
     runtime.plot_curve = lambda *arguments, **more: None
     runtime.run(lambda: train_sit.main(argv))
-
-
-def assert_same_run(a, b):
-    one, two = load(a), load(b)
-    one.pop("args"), two.pop("args")
-    assert_same(one, two)
-    assert rows(a) == rows(b)
 
 
 @pytest.fixture(scope="module")
