@@ -173,7 +173,7 @@ def init_uvit(model, zero_init):
 
 @torch.no_grad()
 def init_residual_free_lm(model, alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp="suo"):
-    """Paper 2's initialisation of a decoder without residuals; the defaults are its constants. Changes the blocks only.
+    """Paper 2's initialisation of a decoder (or ViT) without residuals; the defaults are its constants. Changes the blocks only.
 
     Q K   per head W^Q = W^K = sqrt(alpha_qk) P with P (D, d) Haar semi-orthogonal, so W^Q (W^K)^T = alpha_qk P P^T: alpha_qk times a projector of
           rank d, the nearest that a head can come to the paper's alpha_qk I. A token's logit with itself is alpha_qk sqrt(d), with others alpha_qk N(0, 1).
@@ -218,7 +218,7 @@ def looks_linear_(fc1, fc2, gain_1=1.0, gain_2=1.0):
 
 @torch.no_grad()
 def init_skipless_vit(model, alpha, beta, c, dist="normal", cancel_mean=0.0, mlp_gain=1.0, parts=("qk", "vo", "mlp")):
-    """Paper 1's initialisation of a ViT without residuals: mimetic Q K, orthogonal V O, scaled uniform orthogonal MLP, biases 0.
+    """Paper 1's initialisation of a ViT (or LM) without residuals: mimetic Q K, orthogonal V O, scaled uniform orthogonal MLP, biases 0.
 
     Changes the blocks only; embeddings, norms and head keep the usual initialisation. Published constants: PAPER_CONSTANTS.
     cancel_mean, mlp_gain: ours, see `choose_constants`; 0 and 1 are the paper. parts: leave some out for an ablation.
@@ -233,9 +233,11 @@ def init_skipless_vit(model, alpha, beta, c, dist="normal", cancel_mean=0.0, mlp
         if "mlp" in parts:
             suo_(mlp.fc1.weight, mlp_gain)
             suo_(mlp.fc2.weight)
-            cancel_mean_(mlp, cancel_mean)
+            if mlp.fc2.bias is not None:
+                cancel_mean_(mlp, cancel_mean)
         for layer in (attn.qkv, attn.proj, mlp.fc1):
-            zero_(layer.bias)
+            if layer.bias is not None:
+                zero_(layer.bias)
 
 
 @torch.no_grad()

@@ -11,14 +11,19 @@ t the number of updates made *for this parameter*, u = 2mn(m+n) the flops of one
 
 State is float32 whatever the parameter's type (float64 for float64 parameters), and so are the factors, `eigh` and QR: a Gram
 matrix in TF32 has no small eigenvalues left. The exception is Muon, which keeps its momentum in the parameter's type, as torch does.
+
+Speed: weights of equal shape and age are one stack (B, m, n), so the formulas below have a leading B, which the text leaves out.
+`shard` shares the matrices out over the ranks: each has the state of its own and moves those, and all get all weights afterwards.
 """
 import copy
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -60,6 +65,7 @@ VALID = {                                           # option: (test, "must be ..
     "max_clamp_value": (lambda x: x is None or x > 0, "above 0, or None for no limit"),
     "momentum": (lambda x: 0 <= x < 1, "in [0, 1)"),
     "ns_steps": (lambda x: isinstance(x, int) and 0 <= x < 100, "a whole number from 0 to 99"),
+    "factor_dtype": (lambda x: x in (None, torch.bfloat16), "None or torch.bfloat16"),
     "adjust_lr_fn": (lambda x: x in MUON_SCALES, "None, original, match_rms_adamw or spectral_unclamped"),
 }
 
@@ -70,16 +76,41 @@ def require(ok: bool, sentence: str) -> None:
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """The loop over parameters, validation, and a state that survives `load_state_dict`. The maths of one parameter is in `update`."""
+    """Stacks of equal parameters, their share of the ranks, validation, and a state that survives `load_state_dict`. The maths is in `update`.
+
+    stagger: the refreshes of a period are spread over its calls, as even in cost as can be, so that no call is a spike.
+    shard: each matrix belongs to one rank of the default process group (`share_out`): the others have no state for it and get its weight from there.
+    Gradients must be the same on all ranks, as DDP leaves them. `state_dict` is a collective call then and only rank 0's is whole."""
 
     least_rank = 2
+    stack_size = {"cpu": 2 ** 19, "cuda": 2 ** 24}  # numbers in a stack: what the device needs to be busy, and no more, since temporaries grow with it
 
-    def update(self, p: Tensor, group: dict) -> None:
+    def __init__(self, params, defaults, stagger=False, shard=False):
+        self.stagger, self.shard, self._stacks = stagger, shard and dist.is_initialized() and dist.get_world_size() > 1, {}
+        super().__init__(params, defaults)
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "stagger": self.stagger, "shard": self.shard}
+
+    def __setstate__(self, state):                  # of a copy or a checkpoint, which may be older than an option
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if "factor_dtype" in self.defaults:
+                group.setdefault("factor_dtype", None)
+        self._stacks = {}
+        self._plan()
+
+    def update(self, params: list[Tensor], group: dict) -> None:
+        """One step of parameters of one shape and age."""
         raise NotImplementedError
 
     def preconditioned(self, shape: tuple, group: dict) -> list[bool]:
         """For each side of a tensor, as this optimizer sees it: does it have a factor?"""
         return []
+
+    def flops(self, shape: tuple, group: dict) -> tuple[float, float]:
+        """(of an update, of a refresh) for a tensor of this shape: what work is shared out by."""
+        raise NotImplementedError
 
     def state_dtype(self, p: Tensor) -> torch.dtype:
         return torch.float64 if p.dtype == torch.float64 else torch.float32
@@ -93,6 +124,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for p in self.param_groups[-1]["params"]:
             require(p.is_floating_point(), f"{me} needs real floating-point parameters, not {p.dtype} of shape {tuple(p.shape)}.")
             require(p.ndim >= self.least_rank, f"{me} is for matrices, not for shape {tuple(p.shape)}; give biases, gains and tokens to AdamW.")
+        self._plan()
+
+    def _plan(self) -> None:
+        """Which rank moves a parameter, and in which call of a period its bases are refreshed: the same on all ranks, from the shapes alone."""
+        each = [(p, group) for group in self.param_groups for p in group["params"]]
+        costs = [self.flops(tuple(p.shape), group) for p, group in each]
+        period = [group.get("precondition_frequency", 1) for _, group in each]
+        ranks = dist.get_world_size() if self.shard else 1
+        self.owner = dict(zip((p for p, _ in each), share_out([update + refresh / f for (update, refresh), f in zip(costs, period)], ranks)))
+        self._period, self.phase = period, {p: 0 for p, _ in each}
+        for f in set(period) if self.stagger else ():
+            mine = [i for i, x in enumerate(period) if x == f]
+            self.phase.update(zip((each[i][0] for i in mine), share_out([costs[i][1] for i in mine], f)))
+
+    def refreshes(self, p: Tensor, group: dict) -> bool:
+        return self.state[p]["step"] % group["precondition_frequency"] == self.phase[p]
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -100,79 +147,233 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():               # a closure calls backward
                 loss = closure()
-        with true_fp32(next(p for group in self.param_groups for p in group["params"]).device.type):
+        if [group.get("precondition_frequency", 1) for group in self.param_groups for _ in group["params"]] != self._period:
+            self._plan()
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with true_fp32(self.param_groups[0]["params"][0].device.type):
             for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        require(not p.grad.is_sparse, f"{type(self).__name__} needs dense gradients; give the {tuple(p.shape)} tensor to SparseAdam.")
-                        self.update(p, group)
+                for params in self.alike(group["params"]):
+                    self.update(params, group)
+        if self.shard:
+            exchange(moved, self.owner)
         return loss
 
+    def alike(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """This rank's parameters with a gradient, together where shape, type, number of updates and phase are equal, in lists of at most `stack_size` numbers."""
+        rank, alike = dist.get_rank() if self.shard else 0, {}
+        for p in params:
+            if p.grad is not None and self.owner[p] == rank:
+                require(not p.grad.is_sparse, f"{type(self).__name__} needs dense gradients; give the {tuple(p.shape)} tensor to SparseAdam.")
+                state = self.state[p]
+                alike.setdefault((p.shape, p.dtype, p.device, len(state), state.get("step"), self.phase[p]), []).append(p)
+        lists = []
+        for same in alike.values():
+            many = max(1, self.stack_size.get(same[0].device.type, 2 ** 24) // max(1, same[0].numel()))
+            lists += [same[i:i + many] for i in range(0, len(same), many)]
+        return lists
+
+    def gradients(self, params: list[Tensor]) -> Tensor:
+        """(B, ...) in the state's type. Not to be written to: for one parameter it may be the gradient itself."""
+        g = params[0].grad[None] if len(params) == 1 else torch.stack([p.grad for p in params])
+        return g.to(self.state_dtype(params[0]))
+
+    def keep(self, params: list[Tensor], stack: dict) -> dict:
+        """From now on the state of these parameters lies in `stack`, tensors (B, ...): what self.state holds for each are views into it."""
+        mine, stack = set(map(id, params)), tree(torch.Tensor.contiguous, stack)          # as a stack of loaded states is, so that a resumed run has the same bits
+        self._stacks = {key: value for key, value in self._stacks.items() if mine.isdisjoint(key)}
+        for i, p in enumerate(params):
+            self.state[p] = tree(lambda t: t[i], stack)
+        self._stacks[tuple(map(id, params))] = stack, [tensors(self.state[p]) for p in params]
+        return stack
+
+    def stack(self, params: list[Tensor]) -> dict:
+        """The state of parameters of one age as one stack, one update older. It is made anew where self.state no longer holds the views: another company
+        of parameters, a loaded state, a user's change."""
+        stack, views = self._stacks.get(tuple(map(id, params)), (None, []))
+        if stack is None or any(a is not b for p, v in zip(params, views) for a, b in zip(tensors(self.state[p]), v, strict=True)):
+            stack = self.keep(params, tree(lambda *t: torch.stack(t), *(self.state[p] for p in params)))
+        if "step" in stack:
+            stack["step"] = self.state[params[0]]["step"] + 1
+            for p in params:
+                self.state[p]["step"] = stack["step"]
+        return stack
+
+    def state_dict(self) -> dict:
+        """As torch's. With `shard` all ranks must call it: rank 0 gets the states of the others, one parameter after the other, on the CPU."""
+        state_dict = super().state_dict()
+        if self.shard:
+            for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
+                box = [None]
+                if self.owner[p] == dist.get_rank() != 0:
+                    dist.send_object_list([copy_to(self.state[p], "cpu")], 0)
+                elif dist.get_rank() == 0 != self.owner[p]:
+                    dist.recv_object_list(box, self.owner[p])
+                    state_dict["state"].update({i: box[0]} if box[0] else {})
+        return state_dict
+
     def load_state_dict(self, state_dict: dict) -> None:
-        """torch casts every floating tensor of the state to the parameter's type, those in lists too: take them again from the source."""
-        super().load_state_dict(state_dict)
+        """torch casts every floating tensor of the state to the parameter's type, those in lists too: take them again from the source, and only this rank's."""
+        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
+        super().load_state_dict({**state_dict, "state": {}})
         saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        params = chain.from_iterable(g["params"] for g in self.param_groups)
         for i, p in zip(saved_ids, params):
-            if i in state_dict["state"]:
-                self.state[p] = copy_to(state_dict["state"][i], p.device, self.state_dtype(p))
+            if i in state_dict["state"] and self.owner[p] == (dist.get_rank() if self.shard else 0):
+                self.state[p] = self.fit(state_dict["state"][i], p)
+
+    def fit(self, state: dict, p: Tensor) -> dict:
+        """A copy of a parameter's state on its device and in this optimizer's types."""
+        return copy_to(state, p.device, self.state_dtype(p))
 
 
-def copy_to(value, device, dtype):
-    """A copy of a state: tensors inside dicts and lists move to device and dtype, numbers and None stay as they are."""
-    if isinstance(value, Tensor):
-        return value.to(device, dtype, copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to(v, device, dtype) for key, v in value.items()}
-    return [copy_to(v, device, dtype) for v in value] if isinstance(value, list) else value
+def share_out(costs: list[float], bins: int) -> list[int]:
+    """For each cost a bin, so that the fullest one is nearly as empty as can be: the dearest first, each to the emptiest (at most 4/3 of the optimum)."""
+    full, bin_of = [0.] * bins, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        bin_of[i] = min(range(bins), key=full.__getitem__)
+        full[bin_of[i]] += costs[i]
+    return bin_of
 
 
-def move(p: Tensor, direction: Tensor, step_size: float, decay: float) -> None:
-    """W <- (1 - decay)(W - step_size U): decay acts on the moved weight. Computed in U's type, rounded once to the parameter's."""
-    w = p.to(direction.dtype)                       # p itself for fp32 parameters
-    w.sub_(direction, alpha=step_size)
+def exchange(params: list[Tensor], owner: dict) -> None:
+    """Every rank gets each weight from the rank that moved it: weights and not updates, so that all ranks have the same bits."""
+    sent = []
+    for key in dict.fromkeys((owner[p], p.dtype) for p in params):
+        part = [p.detach() for p in params if (owner[p], p.dtype) == key]
+        flat = torch.cat([p.flatten() for p in part])
+        sent.append((part, flat, dist.broadcast(flat, key[0], async_op=True)))
+    for part, flat, work in sent:
+        work.wait()
+        for p, new in zip(part, flat.split([p.numel() for p in part])):
+            p.copy_(new.view_as(p))
+
+
+def tree(f, *values):
+    """f over the tensors that lie at the same place of some states (dicts and lists of tensors); numbers and None are the first one's."""
+    first = values[0]
+    if isinstance(first, Tensor):
+        return f(*values)
+    if isinstance(first, dict):
+        return {key: tree(f, *(v[key] for v in values)) for key in first}
+    return [tree(f, *v) for v in zip(*values)] if isinstance(first, list) else first
+
+
+def tensors(state) -> list[Tensor]:
+    found = []
+    tree(found.append, state)
+    return found
+
+
+def copy_to(value, device, dtype=None):
+    """A copy of a state on that device; in that type, unless it is None."""
+    return tree(lambda t: t.to(device, dtype, copy=True), value)
+
+
+def move(params: list[Tensor], directions: Tensor, step_size: float, decay: float) -> None:
+    """W <- (1 - decay)(W - step_size U): decay acts on the moved weight. Computed in U's type, rounded once to the parameter's. U (B, ...)."""
+    ws = [p.to(directions.dtype) for p in params]                                   # p itself for fp32 parameters
+    torch._foreach_add_(ws, [u.view_as(w) for u, w in zip(directions, ws)], alpha=-step_size)
     if decay:
-        w.mul_(1 - decay)
-    if w is not p:
-        p.copy_(w)
+        torch._foreach_mul_(ws, 1 - decay)
+    for p, w in zip(params, ws):
+        if w is not p:
+            p.copy_(w)
 
 
-def factorise(decomposition, s: Tensor, what: str):
-    """decomposition(s); if that fails, in float64 on the CPU (LAPACK is there on every machine); if that fails too, say so."""
+def factorise(decomposition, s: Tensor, what: str) -> list[Tensor]:
+    """decomposition(s) of a stack (B, n, n); if that fails, one by one in float64 on the CPU (LAPACK is there on every machine); if that fails too, say so."""
     try:
-        return decomposition(s)
+        return side_by_side(decomposition, s)
     except RuntimeError as error:                   # includes LinAlgError
-        warnings.warn(f"{what} of the {tuple(s.shape)} factor failed in {s.dtype} and is repeated in float64: {error}", stacklevel=2)
+        warnings.warn(f"{what} of the {tuple(s.shape[1:])} factor failed in {s.dtype} and is repeated in float64: {error}", stacklevel=2)
     try:
         return [part.to(s) for part in decomposition(s.to("cpu", torch.float64))]
     except RuntimeError as error:
-        raise RuntimeError(f"{what} of the factor of shape {tuple(s.shape)} failed, in float64 too: are all gradients finite? ({error})") from error
+        raise RuntimeError(f"{what} of the factor of shape {tuple(s.shape[1:])} failed, in float64 too: are all gradients finite? ({error})") from error
+
+
+def side_by_side(decomposition, s: Tensor) -> list[Tensor]:
+    """decomposition(s) of a stack (B, n, n). On CPUs small matrices have one thread each: LAPACK is slower with two than with one up to n of about 1,000."""
+    threads = torch.get_num_threads()
+    if s.device.type != "cpu" or threads == 1 or s.shape[-1] > 1000:
+        return decomposition(s)
+    try:
+        torch.set_num_threads(1)
+        if len(s) == 1:
+            return decomposition(s)
+        with ThreadPoolExecutor(min(threads, len(s)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return [torch.stack(parts) for parts in zip(*pool.map(decomposition, s))]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def eigenbasis(s: Tensor) -> Tensor:
-    """Eigenvectors of the symmetric s (n, n) as columns, the largest eigenvalue first."""
-    jitter = 1e-30 * torch.eye(len(s), dtype=s.dtype, device=s.device)
-    return factorise(torch.linalg.eigh, s + jitter, "eigh")[1].flip(1)
+    """Eigenvectors of the symmetric s (B, n, n) as columns, the largest eigenvalue first, in fp32 or more."""
+    full = s.float() if s.dtype == torch.bfloat16 else s
+    jitter = 1e-30 * torch.eye(s.shape[-1], dtype=full.dtype, device=s.device)
+    return factorise(torch.linalg.eigh, full + jitter, "eigh")[1].flip(-1).to(s.dtype)
 
 
-def orthonormal(x: Tensor) -> Tensor:
-    """Q of x = QR, both (n, n). With x = S Q this is one step of orthogonal iteration towards the eigenvectors of S."""
-    return factorise(torch.linalg.qr, x, "QR")[0]
+def turn(s: Tensor, q: Tensor, sort: bool) -> Tensor | None:
+    """Q <- QR(S Q).Q in place, one step of orthogonal iteration towards the eigenvectors of S; s and q are (B, n, n).
+
+    sort: by diag(Q^T S Q), the largest first; returns that order (B, n). As many matrices at a time as have 2^22 numbers, for the sake of memory."""
+    orders, many = [], max(1, 2 ** 22 // s.shape[-1] ** 2)
+    for s, q in zip(s.split(many), q.split(many)):
+        sq = s @ q
+        if sort:
+            orders.append((q * sq).sum(1, dtype=torch.promote_types(q.dtype, torch.float32)).argsort(dim=1, descending=True, stable=True))
+            sq = sq.gather(2, orders[-1][:, None].expand_as(sq))
+        q.copy_(factorise(torch.linalg.qr, sq.float() if sq.dtype == torch.bfloat16 else sq, "QR")[0])
+    return torch.cat(orders) if sort else None
 
 
 def rotate(x: Tensor, bases: list, back: bool = False) -> Tensor:
-    """x times Q_k^T along each mode k, or Q_k with `back`; None stands for the identity. For a matrix: Q_L^T x Q_R, or Q_L x Q_R^T.
+    """x (B, ...) times Q_k^T along each mode k, or Q_k with `back`; None stands for the identity. For a matrix: Q_L^T x Q_R, or Q_L x Q_R^T.
 
     Each round consumes the leading mode and appends the result as the last one, so after all rounds the modes are in order again."""
     for q in bases:
-        x = x.movedim(0, -1) if q is None else torch.tensordot(x, q, dims=([0], [1 if back else 0]))
+        x = x.movedim(1, -1)
+        if q is not None:
+            y = (x if x.ndim == 3 else x.flatten(1, -2)).to(q.dtype) @ (q.mT if back else q)
+            x = y.to(x.dtype) if x.ndim == 3 else y.to(x.dtype).unflatten(1, x.shape[1:-1])
     return x
 
 
-def gram(x: Tensor, mode: int) -> Tensor:
-    """X_(k) X_(k)^T (d_k, d_k), with X_(k) the unfolding of x along mode k: x x^T and x^T x for a matrix."""
-    rows = x.movedim(mode, 0).flatten(1) if x.ndim > 1 else x[:, None]
-    return rows @ rows.T
+def unfold(x: Tensor, mode: int) -> Tensor:
+    """X_(k) (B, d_k, rest), the unfolding of x (B, ...) along mode k: x and x^T for a matrix."""
+    return x.movedim(mode + 1, 1).flatten(2)
+
+
+def add_gram(s: Tensor, x: Tensor, keep: float, share: float) -> None:
+    """S <- keep S + share X X^T, X (B, d, rest). Above 512 rows in blocks, the upper ones mirrored, which saves a quarter of the flops."""
+    x, d = x.to(s.dtype), x.shape[1]
+    if d < BLOCKS_FROM or s.dtype == torch.bfloat16:
+        torch.baddbmm(s, x, x.mT, beta=keep, alpha=share, out=s)
+        return
+    a, b = slice(0, d // 2), slice(d // 2, d)
+    for rows, columns in ((a, a), (b, a), (b, b)):
+        part = s[:, rows, columns]
+        torch.baddbmm(part, x[:, rows], x[:, columns].mT, beta=keep, alpha=share, out=part)
+    s[:, a, b].copy_(s[:, b, a].mT)
+
+
+BLOCKS_FROM = 10 ** 9
+
+
+def first_gram(x: Tensor, share: float, dtype: torch.dtype) -> Tensor:
+    """share X X^T (B, d, d) of x (B, d, rest), in that dtype."""
+    s = x.new_zeros(len(x), x.shape[1], x.shape[1], dtype=dtype)
+    add_gram(s, x, 0., share)
+    return s
+
+
+def fit_factors(state: dict, dtype: torch.dtype, groups: list[dict]) -> dict:
+    """The state with factors and bases in the optimizer's factor_dtype, or dtype where it is None."""
+    kept = groups[0]["factor_dtype"] or dtype
+    return {**state, **{key: [None if t is None else t.to(kept) for t in state[key]] for key in ("GG", "Q")}}
+
+
+REFRESH = 2 + 8 / 3                                 # flops over n^3 of one side: S Q, and QR with its Q written out
 
 
 def shampoo_beta(group: dict) -> float:
@@ -202,65 +403,68 @@ class SOAP(MatrixOptimizer):
     least_rank = 0
 
     def __init__(self, params, lr=3e-3, betas=(.95, .95), shampoo_beta=None, eps=1e-8, weight_decay=.01, precondition_frequency=10,
-                 max_precond_dim=10000, correct_bias=True, normalize_grads=False):
+                 max_precond_dim=10000, correct_bias=True, normalize_grads=False, factor_dtype=None, stagger=False, shard=False):
         super().__init__(params, dict(lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
                                       precondition_frequency=precondition_frequency, max_precond_dim=max_precond_dim,
-                                      correct_bias=correct_bias, normalize_grads=normalize_grads))
+                                      correct_bias=correct_bias, normalize_grads=normalize_grads, factor_dtype=factor_dtype), stagger, shard)
 
     def preconditioned(self, shape, group):
         return [len(shape) > 1 and d <= group["max_precond_dim"] for d in shape]
 
-    def update(self, p, group):
-        g = p.grad.to(self.state_dtype(p))
-        if not self.state[p]:
-            self.state[p] = soap_seed(g, shampoo_beta(group), self.preconditioned(p.shape, group))
+    def flops(self, shape, group):
+        has = self.preconditioned(shape, group)
+        through = sum(2 * math.prod(shape) * d for d, one in zip(shape, has) if one)                  # u for a matrix
+        return 3 * through, 2 * through + sum(REFRESH * d ** 3 for d, one in zip(shape, has) if one)
+
+    def fit(self, state, p):
+        return fit_factors(super().fit(state, p), self.state_dtype(p), self.param_groups)
+
+    def update(self, params, group):
+        g, b = self.gradients(params), shampoo_beta(group)
+        if not self.state[params[0]]:
+            self.keep(params, soap_seed(g, b, self.preconditioned(params[0].shape, group), group["factor_dtype"] or g.dtype))
             return
-        state = self.state[p]
-        direction, step_size = soap_direction(g, state, group)
-        move(p, direction, step_size, group["lr"] * group["weight_decay"])
+        state = self.stack(params)
+        directions, step_size = soap_direction(g, state, group)
+        move(params, directions, step_size, group["lr"] * group["weight_decay"])
         for k, s in enumerate(state["GG"]):
             if s is not None:
-                s.lerp_(gram(g, k), 1 - shampoo_beta(group))
+                add_gram(s, unfold(g, k), b, 1 - b)
         # Last of all: G_t turns the basis of update t+1, never its own
-        if state["step"] % group["precondition_frequency"] == 0:
+        if self.refreshes(params[0], group):
             soap_refresh(state)
 
 
-def soap_seed(g: Tensor, b: float, sides: list[bool]) -> dict:
-    """The state after the first gradient: factors (1-b) G_(k) G_(k)^T and their eigenvectors."""
-    factors = [(1 - b) * gram(g, k) if has else None for k, has in enumerate(sides)]
+def soap_seed(g: Tensor, b: float, sides: list[bool], dtype: torch.dtype) -> dict:
+    """The state after the first gradient: factors (1-b) G_(k) G_(k)^T and their eigenvectors, of that dtype."""
+    factors = [first_gram(unfold(g, k), 1 - b, dtype) if has else None for k, has in enumerate(sides)]
     return {"step": 0, "exp_avg": torch.zeros_like(g), "exp_avg_sq": torch.zeros_like(g), "GG": factors,
             "Q": [None if s is None else eigenbasis(s) for s in factors]}
 
 
 def soap_direction(g: Tensor, state: dict, group: dict) -> tuple[Tensor, float]:
-    """Advances M, V and t with g; returns U (in the shape of g) and its step size."""
-    m, v, (beta1, beta2) = state["exp_avg"], state["exp_avg_sq"], group["betas"]
-    state["step"] += 1
+    """Advances M and V with g; returns U (in the shape of g) and its step size."""
+    m, v, (beta1, beta2), t = state["exp_avg"], state["exp_avg_sq"], group["betas"], state["step"]
     r = rotate(g, state["Q"])
     m.lerp_(r, 1 - beta1)
     v.mul_(beta2).addcmul_(r, r, value=1 - beta2)
-    direction = rotate(m / (v.sqrt() + group["eps"]), state["Q"], back=True)
+    directions = rotate(m / v.sqrt().add_(group["eps"]), state["Q"], back=True)
     step_size = group["lr"]
     if group["correct_bias"]:
-        step_size *= math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+        step_size *= math.sqrt(1 - beta2 ** t) / (1 - beta1 ** t)
     if group["normalize_grads"]:
-        direction = direction / (1e-30 + direction.square().mean().sqrt())
-    return direction, step_size
+        directions = directions / (1e-30 + directions.flatten(1).square().mean(1).sqrt()).view(-1, *[1] * (g.ndim - 1))
+    return directions, step_size
 
 
 def soap_refresh(state: dict) -> None:
     """Turn the bases towards the factors' eigenvectors; V is permuted with its basis vectors, M is carried over exactly."""
-    m = rotate(state["exp_avg"], state["Q"], back=True)
+    m, v = rotate(state["exp_avg"], state["Q"], back=True), state["exp_avg_sq"]
     for k, (s, q) in enumerate(zip(state["GG"], state["Q"])):
-        if s is None:
-            continue
-        sq = s @ q
-        eigenvalues = (q * sq).sum(0)                                   # diag(Q^T S Q)
-        order = eigenvalues.argsort(descending=True, stable=True)
-        state["exp_avg_sq"] = state["exp_avg_sq"].index_select(k, order)
-        state["Q"][k] = orthonormal(sq[:, order])
-    state["exp_avg"] = rotate(m, state["Q"])
+        if s is not None:
+            order = turn(s, q, sort=True)
+            v.copy_(v.gather(k + 1, order.view(len(v), *[-1 if mode == k else 1 for mode in range(v.ndim - 1)]).expand_as(v)))
+    state["exp_avg"].copy_(rotate(m, state["Q"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,66 +488,78 @@ class KLShampoo(MatrixOptimizer):
     """
 
     def __init__(self, params, lr=1e-4, betas=(.9, .98), shampoo_beta=None, eps=1e-8, weight_decay=.01, precondition_frequency=10,
-                 init_factor=.1, max_clamp_value=4000):
+                 init_factor=.1, max_clamp_value=4000, factor_dtype=None, stagger=False, shard=False):
         super().__init__(params, dict(lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
-                                      precondition_frequency=precondition_frequency, init_factor=init_factor, max_clamp_value=max_clamp_value))
+                                      precondition_frequency=precondition_frequency, init_factor=init_factor, max_clamp_value=max_clamp_value,
+                                      factor_dtype=factor_dtype), stagger, shard)
 
     def preconditioned(self, shape, group):
         return [True, True]
 
-    def update(self, p, group):
-        g = p.grad.to(self.state_dtype(p)).flatten(1)                       # (out, rest)
-        if not self.state[p]:
-            self.state[p] = kl_seed(g, shampoo_beta(group), group["init_factor"])
+    def flops(self, shape, group):
+        m, n = shape[0], math.prod(shape[1:])
+        u = 2 * m * n * (m + n)
+        return 3 * u + 2 * m * n * min(m, n), 2 * u + REFRESH * (m ** 3 + n ** 3)
+
+    def fit(self, state, p):
+        return fit_factors(super().fit(state, p), self.state_dtype(p), self.param_groups)
+
+    def update(self, params, group):
+        g = self.gradients(params).flatten(2)                               # (B, out, rest)
+        if not self.state[params[0]]:
+            self.keep(params, kl_seed(g, shampoo_beta(group), group["init_factor"], group["factor_dtype"] or g.dtype))
             return
-        state = self.state[p]
-        state["step"] += 1
+        state = self.stack(params)
         left, right = state["Q"]
-        lg, gr = left.T @ g, g @ right                                  # both halves are needed below,
-        h = left.T @ gr if len(g) <= g.shape[1] else lg @ right         # the whole from whichever is cheaper
-        direction = kl_direction(h, state, group)
+        x = g.to(left.dtype)
+        lg, gr = left.mT @ x, x @ right                                 # both halves are needed below,
+        h = left.mT @ gr if g.shape[1] <= g.shape[2] else lg @ right    # the whole from whichever is cheaper
+        lg, gr, h = (y.to(g.dtype) for y in (lg, gr, h))
+        directions = kl_directions(h, state, group)
         kl_factors(lg, gr, h, state, group)
-        move(p, direction.reshape(p.shape), group["lr"], group["lr"] * group["weight_decay"])
-        if state["step"] % group["precondition_frequency"] == 0:
+        move(params, directions, group["lr"], group["lr"] * group["weight_decay"])
+        if self.refreshes(params[0], group):
             kl_refresh(state)
 
 
-def kl_seed(g: Tensor, b: float, init_factor: float) -> dict:
+def kl_seed(g: Tensor, b: float, init_factor: float, dtype: torch.dtype) -> dict:
     """The state after the first gradient. Each factor takes the other for the identity; eigh's eigenvalues are thrown away."""
-    m, n = g.shape
-    factors = [(1 - b) / n * gram(g, 0), (1 - b) / m * gram(g, 1)]
+    B, m, n = g.shape
+    factors = [first_gram(g, (1 - b) / n, dtype), first_gram(g.mT, (1 - b) / m, dtype)]
     return {"step": 0, "exp_avg": torch.zeros_like(g), "GG": factors, "Q": [eigenbasis(s) for s in factors],
-            "eigen_sqrt_inv": [g.new_full((d,), init_factor ** -.5) for d in (m, n)]}
+            "eigen_sqrt_inv": [g.new_full((B, d), init_factor ** -.5) for d in (m, n)]}
 
 
-def kl_direction(h: Tensor, state: dict, group: dict) -> Tensor:
-    """Advances M with h = Q_L^T G Q_R; returns L^(-1/2) M R^(-1/2) in the parameter's basis, all (m, n)."""
+def kl_directions(h: Tensor, state: dict, group: dict) -> Tensor:
+    """Advances M with h = Q_L^T G Q_R; returns L^(-1/2) M R^(-1/2) in the parameter's basis, all (B, m, n)."""
     a, c = state["eigen_sqrt_inv"]
     state["exp_avg"].lerp_(h, 1 - group["betas"][0])
-    scale = a[:, None] * c
-    return rotate(state["exp_avg"] * scale / (1 + group["eps"] * scale), state["Q"], back=True)
+    scale = a[:, :, None] * c[:, None]
+    return rotate((state["exp_avg"] * scale).div_(scale.mul_(group["eps"]).add_(1)), state["Q"], back=True)
 
 
 def kl_factors(lg: Tensor, gr: Tensor, h: Tensor, state: dict, group: dict) -> None:
     """Factors and eigenvalues from lg = Q_L^T G, gr = G Q_R and h = Q_L^T G Q_R; both sides see the other as it was before."""
-    (a, c), (m, n), b = state["eigen_sqrt_inv"], h.shape, shampoo_beta(group)
-    state["GG"][0].lerp_(gram(gr * c, 0) / n, 1 - b)
-    state["GG"][1].lerp_(gram(lg * a[:, None], 1) / m, 1 - b)
-    seen = (h * c).square().mean(1), (h * a[:, None]).square().mean(0)
-    state["eigen_sqrt_inv"] = [kl_inverse_root(old, new, b, group["max_clamp_value"]) for old, new in zip((a, c), seen)]
+    (a, c), (_, m, n), b = state["eigen_sqrt_inv"], h.shape, shampoo_beta(group)
+    add_gram(state["GG"][0], gr * c[:, None], b, (1 - b) / n)
+    add_gram(state["GG"][1], (lg * a[:, :, None]).mT, b, (1 - b) / m)
+    seen = (h * c[:, None]).square_().mean(2), (h * a[:, :, None]).square_().mean(1)
+    for old, new in zip((a, c), seen):
+        old.copy_(kl_inverse_root(old, new, b, group["max_clamp_value"]))
 
 
 def kl_inverse_root(a: Tensor, seen: Tensor, b: float, limit: float | None) -> Tensor:
-    """lambda^(-1/2) (d,) after lambda = a^-2 has moved towards `seen`. Only a is stored, so the limit on a is a floor under lambda."""
+    """lambda^(-1/2) (B, d) after lambda = a^-2 has moved towards `seen`. Only a is stored, so the limit on a is a floor under lambda."""
     a = (b * a.pow(-2) + (1 - b) * seen).rsqrt()
     a = torch.where(a.isfinite(), a, 0.)            # a direction without any gradient stands still
-    return a if limit is None else a.clamp(max=max(10, min(len(a), limit)))
+    return a if limit is None else a.clamp(max=max(10, min(a.shape[1], limit)))
 
 
 def kl_refresh(state: dict) -> None:
     m = rotate(state["exp_avg"], state["Q"], back=True)
-    state["Q"] = [orthonormal(s @ q) for s, q in zip(state["GG"], state["Q"])]
-    state["exp_avg"] = rotate(m, state["Q"])
+    for s, q in zip(state["GG"], state["Q"]):
+        turn(s, q, sort=False)
+    state["exp_avg"].copy_(rotate(m, state["Q"]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -369,33 +585,39 @@ class Muon(MatrixOptimizer):
     Flops: 2(2 r^2 c + r^3) for each of ns_steps, r the short and c the long side.
     """
 
-    def __init__(self, params, lr=1e-3, weight_decay=.1, momentum=.95, nesterov=True, ns_steps=5, adjust_lr_fn=None):
+    def __init__(self, params, lr=1e-3, weight_decay=.1, momentum=.95, nesterov=True, ns_steps=5, adjust_lr_fn=None, shard=False):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
-                                      adjust_lr_fn=adjust_lr_fn))
+                                      adjust_lr_fn=adjust_lr_fn), shard=shard)
 
     def state_dtype(self, p):
         return p.dtype
 
-    def update(self, p, group):
-        mu, g = group["momentum"], p.grad
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(g)
-        buffer = self.state[p]["momentum_buffer"]
+    def flops(self, shape, group):
+        r, c = sorted((shape[0], math.prod(shape[1:])))
+        return group["ns_steps"] * 2 * (2 * r * r * c + r ** 3), 0
+
+    def update(self, params, group):
+        mu, g = group["momentum"], self.gradients(params)
+        if not self.state[params[0]]:
+            self.keep(params, {"momentum_buffer": torch.zeros_like(g)})
+        buffer = self.stack(params)["momentum_buffer"]
         buffer.lerp_(g, 1 - mu)
-        o = newton_schulz((g.lerp(buffer, mu) if group["nesterov"] else buffer).flatten(1), group["ns_steps"])
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(o.reshape(p.shape), alpha=-group["lr"] * MUON_SCALES[group["adjust_lr_fn"]](*o.shape))
+        o = newton_schulz((g.lerp(buffer, mu) if group["nesterov"] else buffer).flatten(2), group["ns_steps"])
+        step_size = group["lr"] * MUON_SCALES[group["adjust_lr_fn"]](*o.shape[1:])
+        for p, u in zip(params, o):
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(u.reshape(p.shape), alpha=-step_size)
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """U V^T, roughly, of x = U S V^T (m, n): a quintic in the singular values that is steep at 0 and never quite settles at 1."""
-    tall = x.shape[0] > x.shape[1]
-    y = x.bfloat16().T if tall else x.bfloat16()                        # the Gram matrix of the short side is the small one
-    y = y / y.norm().clamp(min=1e-7)                                    # not in place: y may be the momentum buffer itself
+    """U V^T, roughly, of x = U S V^T (m, n) or of a stack of them: a quintic in the singular values that is steep at 0 and never quite settles at 1."""
+    tall, y = x.shape[-2] > x.shape[-1], x.bfloat16().view(-1, *x.shape[-2:])
+    y = y.mT if tall else y                                             # the Gram matrix of the short side is the small one
+    y = y / torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True).clamp(min=1e-7)        # not in place: y may be the momentum buffer itself
     for _ in range(steps):
-        a = y @ y.T
-        y = torch.addmm(y, torch.addmm(a, a, a, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
-    return y.T if tall else y
+        a = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+    return (y.mT if tall else y).reshape(x.shape)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -463,13 +685,14 @@ def by_layer(group: dict, depth: int, decay: float, lr: float) -> list[dict]:
 
 
 def build_optimizer(model, name: str, lr: float, weight_decay: float, aux_lr: float | None = None, aux_betas=(.9, .999), layer_decay: float = 1.0,
-                    **options) -> Optimizers:
+                    shard: bool = True, **options) -> Optimizers:
     """The optimizer `name` ("adamw", "soap", "kl-shampoo", "muon") for a model.
 
     Weights of rank >= 2 inside `blocks.` (attention and MLP, decoder blocks included) go to the matrix optimizer with `options`. Everything
     else (patch and token embedding, positions, tokens, head, norms, biases) goes to AdamW with `aux_lr` (default: lr) and `aux_betas`.
     For "adamw" all parameters go to AdamW with lr and `options`; aux_lr has no meaning then. Vectors, biases, tokens and positions never decay.
     For Muon adjust_lr_fn is "match_rms_adamw" unless given, since then one lr serves both parts.
+    shard: with several ranks each has its share of the matrices; AdamW's part, which is cheap, is on all of them.
     layer_decay below 1, for fine-tuning: each layer learns that much more slowly than the one above it, and has groups of its own (`by_layer`).
 
     A schedule sets `g["lr"] = lr_t * g["lr_scale"]` for g in param_groups; lr_scale is aux_lr / lr for AdamW's groups beside a matrix optimizer, else 1,
@@ -498,7 +721,7 @@ def build_optimizer(model, name: str, lr: float, weight_decay: float, aux_lr: fl
         if name == "muon":
             options.setdefault("adjust_lr_fn", "match_rms_adamw")
         group = {"params": matrix, "name": "matrix", "lr_scale": 1.0}
-        parts.append(MATRIX_OPTIMIZERS[name](layered([group]), lr=lr, weight_decay=weight_decay, **options))
+        parts.append(MATRIX_OPTIMIZERS[name](layered([group]), lr=lr, weight_decay=weight_decay, shard=shard, **options))
     scale = 1.0 if alone or aux_lr is None else aux_lr / lr
     prefix = "" if alone else "aux_"
     groups = [{"params": params, "name": prefix + label, "lr_scale": scale, "weight_decay": wd}

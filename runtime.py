@@ -49,6 +49,53 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf, below=math.inf):
     return parse
 
 
+MATRIX_FLAGS = ("precondition_frequency", "init_factor", "stagger", "bf16_factors")
+
+
+def add_matrix_flags(add):
+    """The flags of the matrix optimizers' own settings (optim.py), for the train scripts' optimisation group."""
+    add("--precondition-frequency", type=number(int, low=1), default=10, help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
+    add("--init-factor", type=number(float, above=0), default=None, help="kl-shampoo: the eigenvalues it starts from; None is the optimizer's own, 0.1")
+    add("--stagger", action="store_true", help="spread the refreshes of the eigenbases evenly over the updates between them (soap, kl-shampoo)")
+    add("--bf16-factors", action="store_true", help="keep the factors and their bases in bfloat16: half the memory, products as fast as the device has them (soap, kl-shampoo)")
+
+
+def matrix_options(args):
+    """Keyword arguments of `optim.build_optimizer` from those flags and --betas. Raises BadInput where one has no effect on --opt."""
+    options = {"betas": tuple(args.betas)} if args.betas else {}
+    for flag, on, kinds in (("--stagger", args.stagger, ("soap", "kl-shampoo")), ("--bf16-factors", args.bf16_factors, ("soap", "kl-shampoo"))):
+        if on and args.opt not in kinds:
+            raise BadInput(f"{flag} has no effect with --opt {args.opt}: leave it out, or use --opt {' or '.join(kinds)}")
+    if args.opt in ("soap", "kl-shampoo"):
+        options.update(precondition_frequency=args.precondition_frequency, stagger=args.stagger, factor_dtype=torch.bfloat16 if args.bf16_factors else None)
+    if args.opt == "kl-shampoo" and args.init_factor:
+        options["init_factor"] = args.init_factor
+    return options
+
+
+def add_residual_free_flags(add, defaults):
+    """The constants of `init.init_residual_free_lm`, for the train scripts that offer --init residual-free."""
+    for name, what in (("qk", "W_Q W_K^T per head is alpha times a projector"), ("vo", "W_V W_O is alpha times the identity"),
+                       ("u", "fc1 is sqrt(alpha) times scaled orthogonal"), ("d", "fc2 is sqrt(alpha) times orthogonal")):
+        add(f"--alpha-{name}", type=number(float, above=0), help=f"{what}, for --init residual-free; None is {defaults[f'alpha_{name}']:g}")
+
+
+def fill_constants(args, kinds):
+    """Give the constants of each --init, kinds = {init: {constant: default}}, their values where they were left out; a constant alone chooses its init.
+
+    Raises BadInput for a constant of another init than the chosen one."""
+    given = [(k, kind) for kind, constants in kinds.items() for k in constants if getattr(args, k) is not None]
+    if given and args.init is None:
+        args.init = given[0][1]
+    for k, kind in given:
+        if kind != args.init:
+            raise BadInput(f"--{k.replace('_', '-')} has no effect with --init {args.init}: use --init {kind}, or leave it out")
+    for constants in kinds.values():
+        for k, value in constants.items():
+            if getattr(args, k) is None:
+                setattr(args, k, value)
+
+
 def add_run_flags(parser, never="once per epoch"):
     """The flags that every train script shares and that say nothing about the experiment. never: what --eval-every 0 and --save-every 0 mean."""
     add = parser.add_argument_group("run").add_argument
@@ -166,11 +213,14 @@ def lr_at(step, total, warmup, peak, floor=0.0):
 # ---------------------------------------------------------------------------------------------------------------------
 # checkpoint
 
-def save_checkpoint(path, checkpoint):
+def save_checkpoint(path, checkpoint, main=True):
     """Write one dict of tensors and python scalars so that a kill at any moment leaves the old file or the new one.
 
-    The temporary name is fixed (rank 0 is the only writer), so a killed save leaves no orphans behind.
+    main: is this rank 0? It is the only writer, so the temporary name is fixed, and a killed save leaves no orphans behind. The others come here all the
+    same, since `optim`'s state_dict, which makes the dict, collects the state from all of them.
     """
+    if not main:
+        return
     temporary = Path(f"{path}.tmp")
     with open(temporary, "wb") as f:
         torch.save(checkpoint, f)

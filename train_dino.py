@@ -43,7 +43,7 @@ PRESETS = {
         skipless_init="skipless", constants=dict(alpha=1.0, beta=4.0, c=3.0),
         out_dim=256, hidden_dim=256, bottleneck_dim=64, norm_last_layer=True, teacher_temp=0.04, teacher_temp_start=0.04, teacher_temp_warmup=0.0, momentum=0.98,
         freeze_last_layer=0.0, epochs=6, batch_size=32, warmup=0.5, min_lr=0.0, weight_decay=0.04, weight_decay_end=0.4, clip=3.0, drop_path=0.0,
-        betas={"adamw": (0.9, 0.999)}, precondition_frequency=10,
+        betas={"adamw": (0.9, 0.999)},
         lr={"shortcut": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 1e-3, "muon": 1e-3},             # adamw, soap: searched (results/dino.json)
             "skipless": {"adamw": 3e-4, "soap": 1e-3, "kl-shampoo": 3e-4, "muon": 1e-3}}, knn_every=1.0, knn_images=4096),
     # DINO's published "boosted" ViT-S/16: batch 1024, lr 5e-4 * batch / 256 = 2e-3, 10 of 300 epochs of warm-up, cosine to 1e-6, weight decay .04 to .4,
@@ -53,13 +53,13 @@ PRESETS = {
         skipless_init="paper", constants=dict(alpha=1.0, beta=2.0, c=3.0),
         out_dim=65536, hidden_dim=2048, bottleneck_dim=256, norm_last_layer=False, teacher_temp=0.07, teacher_temp_start=0.04, teacher_temp_warmup=30.0, momentum=0.996,
         freeze_last_layer=1.0, epochs=300, batch_size=1024, warmup=10.0, min_lr=1e-6, weight_decay=0.04, weight_decay_end=0.4, clip=3.0, drop_path=0.1,
-        betas={"adamw": (0.9, 0.999), "soap": (0.9, 0.95)}, precondition_frequency=10,
+        betas={"adamw": (0.9, 0.999), "soap": (0.9, 0.95)},
         lr={"shortcut": {"adamw": 2e-3, "soap": 1e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
             "skipless": {"adamw": 2e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}}, knn_every=10.0, knn_images=20000, workers=8),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
 FIXED = ("size", "depth", "img_size", "patch_size", "local_size", "local_crops", "global_scale", "local_scale", "color", "shortcut", "alpha_min", "temperature_beta", "pool",
-         "init", "alpha", "beta", "c", "out_dim", "hidden_dim", "bottleneck_dim", "norm_last_layer", "drop_path", "opt", "betas", "precondition_frequency", "batch_size",
+         "init", "alpha", "beta", "c", "out_dim", "hidden_dim", "bottleneck_dim", "norm_last_layer", "drop_path", "opt", "betas", *runtime.MATRIX_FLAGS, "batch_size",
          "seed", "holdout", "student_temp", "center_momentum", "freeze_last_layer")
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch", "knn_every",
         "knn_images", "train_images", "classes", "in_chans", "kind", "model", "head")
@@ -120,7 +120,7 @@ def get_args(argv=None):
     add("--weight-decay-end", type=number(float, low=0), help="at the end; half a cosine between")
     add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"),
         help=f"momenta; None is the preset's, by optimizer: {preset['betas']}, or the optimizer's own")
-    add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
+    runtime.add_matrix_flags(add)
     add("--batch-size", type=number(int, low=1), help="global: images per update over all processes")
     add("--micro-batch", type=number(int, low=1), default=None, help="images per forward pass and process; None means as many as the batch gives it")
     add("--epochs", type=number(float, above=0, high=1e6), help="passes over the training set")
@@ -368,10 +368,7 @@ def main(argv=None):
     eval_every, save_every, knn_every = args.eval_every or per_epoch, args.save_every or per_epoch, args.knn_every and max(1, round(args.knn_every * per_epoch))
     raw, teacher, backbone, head, init_line = build_model(args, images)
     raw.to(world.device), teacher.to(world.device)
-    options = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
-    if args.betas:
-        options["betas"] = tuple(args.betas)
-    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **options)
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **runtime.matrix_options(args))
     decays = [not group["name"].endswith("no_decay") for group in optimizer.param_groups]
     last_layer = list(raw.head.last_layer.parameters())
     views = data.MultiCrop(images, args.img_size, args.local_size, args.local_crops, args.global_scale, args.local_scale, args.color)
@@ -464,9 +461,9 @@ def main(argv=None):
                 log.line(describe(record, args), **record)
                 if world.main and knn_now:
                     save_pca(teacher.backbone, images, args, world)
-            if save_now and world.main:
+            if save_now:                                         # on all ranks: each holds a share of the optimizer's state
                 runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=teacher.state_dict(), optimizer=optimizer.state_dict(),
-                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags))
+                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags), world.main)
             window, clock = [], time.perf_counter()
     bar.close()
 

@@ -38,7 +38,7 @@ PRESETS = {
         temperature_beta=1.0, skipless_init="auto",
         lr={"residual": {"adamw": 3e-3, "soap": 1e-2, "kl-shampoo": 1e-2, "muon": 3e-2},      # searched (results/lm.json)
             "skipless": {"adamw": 1e-3, "soap": 3e-3, "kl-shampoo": 9e-4, "muon": 1e-3}},
-        weight_decay=0.01, clip=1.0, precondition_frequency=10, init_factor=1e-3, eval_tokens=32768, eval_every=100, save_every=100, sample_tokens=200),
+        weight_decay=0.01, clip=1.0, init_factor=1e-3, eval_tokens=32768, eval_every=100, save_every=100, sample_tokens=200),
     # 24 x 768, 194.48 M parameters, FineWeb-Edu. The paper states: context 512, 512 sequences a step, 50,000 steps, 2,000 warm-up, decay .01, the lrs of
     # KL-Shampoo, temperature beta 1.1 without residuals. Assumed, as the paper's page does not say: cosine to 0, clip 1, the lrs of AdamW (the residual
     # baselines' 1e-3), SOAP and Muon, KL-Shampoo's own momenta, no decay on embeddings and norms.
@@ -47,11 +47,13 @@ PRESETS = {
         temperature_beta=None, skipless_init="paper",
         lr={"residual": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
             "skipless": {"adamw": 5e-4, "soap": 5e-4, "kl-shampoo": 5e-4, "muon": 5e-4}},
-        weight_decay=0.01, clip=1.0, precondition_frequency=10, eval_tokens=2 ** 20, eval_every=1000, save_every=1000, sample_tokens=100),
+        weight_decay=0.01, clip=1.0, eval_tokens=2 ** 20, eval_every=1000, save_every=1000, sample_tokens=100),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
+# The constants of --init, and what they are where they are left out: paper 2's, and paper 1's (measured for heads of 32).
+CONSTANTS = {"residual-free": dict(alpha_qk=3.0, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp_init="suo"), "skipless": dict(alpha=1.0, beta=2.0, c=3.0)}
 FIXED = ("embed_dim", "depth", "num_heads", "mlp_ratio", "block_size", "shortcut", "alpha_min", "temperature_beta", "attention_scale", "center", "init", "alpha_qk", "alpha_vo",
-         "alpha_u", "alpha_d", "mlp_init", "opt", "betas", "weight_decay", "precondition_frequency", "init_factor", "batch_size", "seed", "tokenizer", "tokenizer_digest")
+         "alpha_u", "alpha_d", "mlp_init", *CONSTANTS["skipless"], "opt", "betas", "weight_decay", *runtime.MATRIX_FLAGS, "batch_size", "seed", "tokenizer", "tokenizer_digest")
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch", "sample_tokens",
         "prompt", "train_tokens", "lm")
 
@@ -80,13 +82,13 @@ def get_args(argv=None):
         help="share of GELU's mean at initialisation that is taken off the activation (there are no biases to do it); None is 0, or what --init auto chooses")
 
     add = parser.add_argument_group("initialisation").add_argument
-    add("--init", choices=["auto", "default", "paper", "residual-free"], default=None,
+    add("--init", choices=["auto", "default", "paper", *CONSTANTS], default=None,
         help="auto: if skipless, constants chosen for this size, else default; default: normal, std .02; paper: (.9, 3, 1.5, 1.5) and orthogonal MLP; residual-free: the "
-             f"flags below; None: residual-free if one of these is given, else default with residuals and {PRESETS[preset]['skipless_init']} without")
-    add("--alpha-qk", type=number(float, above=0), help="W_Q W_K^T per head is alpha times a projector, for --init residual-free; None is 3")
-    add("--alpha-vo", type=number(float, above=0), help="W_V W_O is alpha times the identity, for --init residual-free; None is 3")
-    add("--alpha-u", type=number(float, above=0), help="fc1 is sqrt(alpha) times scaled orthogonal, for --init residual-free; None is 1.5")
-    add("--alpha-d", type=number(float, above=0), help="fc2 is sqrt(alpha) times orthogonal, for --init residual-free; None is 1.5")
+             f"flags below; skipless: paper 1's, --alpha --beta --c; None: the one whose flags are given, else default with residuals and {PRESETS[preset]['skipless_init']} without")
+    runtime.add_residual_free_flags(add, CONSTANTS["residual-free"])
+    add("--alpha", type=number(float, low=0), help="random part of W_Q W_K^T, for --init skipless; None is 1")
+    add("--beta", type=number(float, low=0), help="identity part of W_Q W_K^T, for --init skipless; None is 2")
+    add("--c", type=number(float, above=0), help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless; None is 3")
     add("--mlp-init", choices=["suo", "looks-linear"], help="independent orthogonal fc1 and fc2, or mirrored pairs that start as the identity; None is suo")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -95,8 +97,7 @@ def get_args(argv=None):
     add("--embed-lr", type=number(float, above=0, high=1e30), default=None, help="peak learning rate of AdamW's part beside another optimizer; None is --lr")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on norms and embedding")
     add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"), help="momenta; None is the optimizer's own")
-    add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
-    add("--init-factor", type=number(float, above=0), help="kl-shampoo: the eigenvalues it starts from; None is the optimizer's own, 0.1")
+    runtime.add_matrix_flags(add)
     add("--batch-size", type=number(int, low=1), help="global: sequences per update over all processes")
     add("--micro-batch", type=number(int, low=1), default=None, help="sequences per forward pass and process; None means as many as the batch gives it")
     add("--steps", type=number(int, low=1), help="updates")
@@ -132,35 +133,35 @@ def get_args(argv=None):
 
 
 def resolve_init(args, skipless_init):
-    """Fill in --init and its constants where they were left out; a constant alone means --init residual-free, and with another init it is refused."""
-    constants = dict(alpha_qk=3.0, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp_init="suo")
-    given = [k for k in constants if getattr(args, k) is not None]
-    if given and args.init is None:
-        args.init = "residual-free"
-    if given and args.init != "residual-free":
-        raise BadInput(f"--{given[0].replace('_', '-')} has no effect with --init {args.init}: use --init residual-free, or leave it out")
+    """Fill in --init and its constants where they were left out; a constant alone chooses its init, and with another one it is refused."""
+    adopted = {k for constants in CONSTANTS.values() for k in constants if getattr(args, k) is None}
+    runtime.fill_constants(args, CONSTANTS)
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
         args.init = skipless_init if args.shortcut == "skipless" else "default"
-    constants["center"] = 0.0
+    constants = {}
     if args.init == "paper":
         constants.update(alpha_qk=0.9)
     elif args.init == "auto":
         constants.update(init.choose_lm_constants(args.embed_dim, args.num_heads, args.block_size, args.depth, args.temperature_beta, args.attention_scale))
-    for k, value in constants.items():
-        if getattr(args, k) is None:
-            setattr(args, k, value)
+    if args.center is None:
+        args.center = constants.get("center", 0.0)
+    for k in adopted & set(constants):
+        setattr(args, k, constants[k])
 
 
 def build_model(args, vocab_size):
     """The LM with its initialisation applied, its keyword arguments, and a line that says which init. Equal on all ranks: the seed does not know the rank."""
     torch.manual_seed(args.seed)
-    shift = args.center * init.gelu_mean(1.0 if args.init == "default" else args.alpha_u ** 0.5)      # the mean for the spread that fc1 starts with
+    shift = args.center * init.gelu_mean(1.0 if args.init in ("default", "skipless") else args.alpha_u ** 0.5)      # the mean for the spread that fc1 starts with
     shape = dict(vocab_size=vocab_size, block_size=args.block_size, embed_dim=args.embed_dim, depth=args.depth, num_heads=args.num_heads, mlp_ratio=args.mlp_ratio,
                  shortcut=args.shortcut, temperature_beta=args.temperature_beta, alpha_min=args.alpha_min, attention_scale=args.attention_scale, shift=shift)
     try:
         raw = LM(**shape)
         if args.init == "default":
             return raw, shape, "default: normal, std .02"
+        if args.init == "skipless":
+            init.init_skipless_vit(raw, args.alpha, args.beta, args.c)
+            return raw, shape, f"skipless: alpha {args.alpha:g}, beta {args.beta:g}, c {args.c:g}"
         init.init_residual_free_lm(raw, args.alpha_qk, args.alpha_vo, args.alpha_u, args.alpha_d, args.mlp_init)
     except ValueError as error:                                  # the model's own sentence on a size that does not fit
         raise BadInput(str(error)) from error
@@ -229,12 +230,7 @@ def main(argv=None):
     raw, shape, init_line = build_model(args, corpus.tokenizer.vocab_size)
     raw.to(world.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
-    options = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
-    if args.betas:
-        options["betas"] = tuple(args.betas)
-    if args.opt == "kl-shampoo" and args.init_factor:
-        options["init_factor"] = args.init_factor
-    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, aux_lr=args.embed_lr, **options)
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, aux_lr=args.embed_lr, **runtime.matrix_options(args))
 
     # resume, before anything is written
     ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "train_tokens")
@@ -319,9 +315,9 @@ def main(argv=None):
                 log.line(f"step {step:6d}  val loss {val_loss:.4f}  excess kurtosis {kurtosis[0]:.2f} .. {kurtosis[-1]:.2f}, max {max(kurtosis):.2f}  "
                          f"isometry drift {drift:.3f}" + " (ema)" * bool(ema) + (f"\n{json.dumps(written, ensure_ascii=False)}" if written else ""),
                          step=step, val_loss=val_loss, kurtosis=kurtosis, kurtosis_max=max(kurtosis), isometry_drift=drift, sample=written)
-            if save_now and world.main:
+            if save_now:                                         # on all ranks: each holds a share of the optimizer's state
                 runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=ema and ema.state_dict(), optimizer=optimizer.state_dict(),
-                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags))
+                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags), world.main)
             window, clock = [], time.perf_counter()
     bar.close()
 

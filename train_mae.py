@@ -39,7 +39,7 @@ PRESETS = {
     # minutes on two cores
     "laptop": dict(
         data="scenes", size="nano", img_size=32, patch_size=4, decoder_dim=64, decoder_depth=6, decoder_heads=2, alpha_min=0.6, skipless_init="auto",
-        epochs=4, batch_size=32, warmup=0.25, augment="none", weight_decay=0.05, clip=0.0, betas={"adamw": (0.9, 0.95)}, precondition_frequency=10,
+        epochs=4, batch_size=32, warmup=0.25, augment="none", weight_decay=0.05, clip=0.0, betas={"adamw": (0.9, 0.95)},
         lr={"shortcut": {"adamw": 1.5e-3, "soap": 5e-3, "kl-shampoo": 1e-3, "muon": 1.5e-3},          # adamw, soap: searched (results/mae.json)
             "skipless": {"adamw": 1.5e-4, "soap": 5e-3, "kl-shampoo": 3e-4, "muon": 1e-3}}, knn_every=2.0, knn_images=2048),
     # ViT-B/16, ImageNet-1k, as in the paper's code: batch 8192, blr 1.5e-4 (lr = blr batch / 256), 40 of 800 epochs of warm-up, AdamW (.9, .95), crops of
@@ -48,12 +48,12 @@ PRESETS = {
         data=None, size="base", img_size=224, patch_size=16, decoder_dim=512, decoder_depth=8, decoder_heads=16, alpha_min=0.6, skipless_init="paper",
         epochs=800, batch_size=8192, warmup=40.0, augment="mae", weight_decay=0.05, clip=0.0, betas={"adamw": (0.9, 0.95), "soap": (0.9, 0.95)},
         lr={"shortcut": {"adamw": 4.8e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3},
-            "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}}, precondition_frequency=10, knn_every=40.0, knn_images=20000, workers=8),
+            "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}}, knn_every=40.0, knn_images=20000, workers=8),
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
 FIXED = ("size", "depth", "img_size", "patch_size", "decoder_dim", "decoder_depth", "decoder_heads", "shortcut", "alpha_min", "schedule", "decay_on", "learn_alphas",
          "scaling", "long_skips", "zero_init", "encoder_norm", "norm_pix_loss", "mask_ratio", "init", "alpha", "beta", "c", "opt", "betas", "weight_decay",
-         "precondition_frequency", "batch_size", "seed", "holdout")
+         *runtime.MATRIX_FLAGS, "batch_size", "seed", "holdout")
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch", "knn_every",
         "knn_images", "alpha_eff", "train_images", "classes", "in_chans", "kind", "model")
 
@@ -107,7 +107,7 @@ def get_args(argv=None):
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms and tokens")
     add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"),
         help=f"momenta; None is the preset's, by optimizer: {preset['betas']}, or the optimizer's own")
-    add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
+    runtime.add_matrix_flags(add)
     add("--batch-size", type=number(int, low=1), help="global: images per update over all processes")
     add("--micro-batch", type=number(int, low=1), default=None, help="images per forward pass and process; None means as many as the batch gives it")
     add("--epochs", type=number(float, above=0, high=1e6), help="passes over the training set")
@@ -267,10 +267,7 @@ def main(argv=None):
     raw, kwargs, init_line = build_model(args, images)
     raw.to(world.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
-    options = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
-    if args.betas:
-        options["betas"] = tuple(args.betas)
-    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **options)
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **runtime.matrix_options(args))
     train_tf, eval_tf = data.train_transform(images, args.img_size, args.augment), data.eval_transform(images, args.img_size)
     patches = math.prod(raw.grid)
     val_noise = noise_for(args.seed, "validation", len(images.val), patches)
@@ -361,9 +358,9 @@ def main(argv=None):
                 log.line(human, **record)
                 if world.main:
                     save_reconstructions(ema or raw, images, eval_tf, val_noise, args, world)
-            if save_now and world.main:
+            if save_now:                                         # on all ranks: each holds a share of the optimizer's state
                 runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=ema and ema.state_dict(), optimizer=optimizer.state_dict(),
-                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags))
+                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags), world.main)
             window, clock = [], time.perf_counter()
     bar.close()
 

@@ -51,7 +51,7 @@ PRESETS = {
 }
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
 FIXED = ("backbone", "size", "depth", "img_size", "patch_size", "shortcut", "alpha_min", "schedule", "decay_on", "long_skips", "zero_init", "learn_sigma", "path",
-         "label_dropout", "opt", "betas", "weight_decay", "precondition_frequency", "batch_size", "seed", "holdout")
+         "label_dropout", "opt", "betas", "weight_decay", *runtime.MATRIX_FLAGS, "batch_size", "seed", "holdout")
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch", "alpha_eff",
         "samples", "sample", "sampler", "sample_steps", "cfg_scale", "sample_ema", "measure_samples", "frechet", "frechet_set", "fid", "vae", "encode_latents",
         "kind", "model", "classes", "class_counts", "in_chans", "latents", "train_images")
@@ -111,7 +111,7 @@ def get_args(argv=None):
     add("--lr-schedule", choices=["constant", "cosine"], help="after the warm-up")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on biases, norms and positions")
     add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"), help="momenta; None is the optimizer's own")
-    add("--precondition-frequency", type=number(int, low=1), default=10, help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
+    runtime.add_matrix_flags(add)
     add("--batch-size", type=number(int, low=1), help="global: samples per update over all processes")
     add("--micro-batch", type=number(int, low=1), default=None, help="samples per forward pass and process; None means as many as the batch gives it")
     add("--steps", type=number(int, low=1), help="updates")
@@ -398,10 +398,7 @@ def main(argv=None):
     raw = build_model(args.backbone, options, args.seed).to(world.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
     vae = latents.load_vae(args.vae, world.device) if is_latent and args.vae else None
-    extra = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
-    if args.betas:
-        extra["betas"] = tuple(args.betas)
-    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **extra)
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, **runtime.matrix_options(args))
 
     # resume, before anything is written
     ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "backbone")
@@ -494,9 +491,9 @@ def main(argv=None):
                     pixels = make_samples(ema if ema and args.sample_ema else raw, args.samples, flags, args, world, dtype, vae)
                     if world.main:
                         flow.write_grid(Path(args.out) / "samples.png", pixels, columns=8)
-            if save_now and world.main:
+            if save_now:                                         # on all ranks: each holds a share of the optimizer's state
                 runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=ema and ema.state_dict(), optimizer=optimizer.state_dict(),
-                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags))
+                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags), world.main)
             window, clock = [], time.perf_counter()
     bar.close()
 

@@ -39,8 +39,7 @@ PRESETS = {
         data="mnist5k", size="nano", img_size=28, patch_size=7, pool="token", epochs=10, batch_size=100, warmup=0.5, skipless_init="auto", betas={},
         lr={"residual": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 1e-3, "muon": 3e-3},      # adamw, soap: searched (results/table1.json)
             "skipless": {"adamw": 3e-4, "soap": 1e-3, "kl-shampoo": 3e-4, "muon": 1e-3}},
-        weight_decay=0.05, clip=1.0, precondition_frequency=10,
-        augment="none", mixup=0.0, cutmix=0.0, label_smoothing=0.0),
+        weight_decay=0.05, clip=1.0, init_factor=1e-3, augment="none", mixup=0.0, cutmix=0.0, label_smoothing=0.0),
     # ViT-B/16, ImageNet-1k. The paper states: 300 epochs, no drop path without residuals, SOAP or AdamW. Assumed, as the paper's page does not say:
     # batch 1024, cosine with 5 warm-up epochs and lr 1e-3 (DeiT); weight decay .3, mixup .8, cutmix 1, smoothing .1 (a third party's account
     # of the paper); RandAugment 2/9, random erasing .25, clip 1 (DeiT, timm); SOAP betas (.9, .95) (the first author's MAE code), frequency 10 (SOAP's reference).
@@ -48,21 +47,23 @@ PRESETS = {
         data=None, size="base", img_size=224, patch_size=16, pool="token", epochs=300, batch_size=1024, warmup=5.0, skipless_init="paper",
         lr={"residual": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3},
             "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}},
-        betas=dict(soap=(0.9, 0.95)), weight_decay=0.3, clip=1.0, precondition_frequency=10,
+        betas=dict(soap=(0.9, 0.95)), weight_decay=0.3, clip=1.0,
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
     # MAE's fine-tuning of ViT-B: lr 5e-4 * 1024 / 256, mean pooling, no clipping. Assumed: the lrs without shortcuts and of other optimizers than AdamW.
     "finetune": dict(
         data=None, pool="mean", epochs=100, batch_size=1024, warmup=5.0, skipless_init="default", weight_decay=0.05, layer_decay=0.65, drop_path=0.1, clip=0.0,
         lr={"residual": {"adamw": 2e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3},
             "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}},
-        betas=dict(soap=(0.9, 0.95)), precondition_frequency=10, augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
+        betas=dict(soap=(0.9, 0.95)), augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
 }
+# The constants of --init, and what they are where they are left out. skipless: paper 1's, measured for heads of 32; residual-free: paper 2's, for its own models.
+CONSTANTS = {"skipless": dict(alpha=1.0, beta=2.0, c=3.0, cancel_mean=0.0, mlp_gain=1.0), "residual-free": dict(alpha_qk=3.0, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5)}
 # What defines an encoder and comes out of its checkpoint with --finetune; the values are for checkpoints that do not say.
 ENCODER = dict(size=None, depth=None, patch_size=None, shortcut=None, alpha_min=1.0, temperature_beta=1.0, schedule="linear", decay_on="both", scaling="none",
                learn_alphas=False)
 # Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
 FIXED = ("finetune", "size", "depth", "img_size", "patch_size", "pool", "shortcut", "alpha_min", "temperature_beta", "init", "alpha", "beta", "c", "cancel_mean",
-         "mlp_gain", "opt", "betas", "weight_decay", "layer_decay", "precondition_frequency", "batch_size", "seed", "holdout")
+         "mlp_gain", *CONSTANTS["residual-free"], "opt", "betas", "weight_decay", "layer_decay", *runtime.MATRIX_FLAGS, "batch_size", "seed", "holdout")
 FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch",
         "train_images", "classes", "in_chans")
 
@@ -92,14 +93,15 @@ def get_args(argv=None):
         help=f"stochastic depth of the last block, growing from 0; needs a shortcut; None is {PRESETS[preset].get('drop_path', 0)}, without shortcuts 0")
 
     add = parser.add_argument_group("initialisation").add_argument
-    add("--init", choices=["auto", "default", "paper", "skipless"], default=None,
+    add("--init", choices=["auto", "default", "paper", *CONSTANTS], default=None,
         help="auto: if skipless, constants chosen for this head size, token count and depth, else default; paper: the paper's constants (for nano, measured ones: "
-             f"init.PAPER_CONSTANTS); skipless: --alpha --beta --c; None: skipless if one of these is given, else default with residuals and {PRESETS[preset]['skipless_init']} without")
+             f"init.PAPER_CONSTANTS); skipless: --alpha --beta --c; residual-free: paper 2's, --alpha-qk and the like; None: skipless if one of these is given, else default with residuals and {PRESETS[preset]['skipless_init']} without")
     add("--alpha", type=number(float, low=0), help="random part of W_Q W_K^T, for --init skipless; None is 1")
     add("--beta", type=number(float, low=0), help="identity part of W_Q W_K^T, for --init skipless; None is 2")
     add("--c", type=number(float, above=0), help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless; None is 3")
     add("--cancel-mean", type=number(float, low=0, high=1), help="share of GELU's mean that the bias of fc2 starts by cancelling, for --init skipless; None is 0")
     add("--mlp-gain", type=number(float, above=0), help="gain of fc1: below 1 GELU starts closer to linear, for --init skipless; None is 1")
+    runtime.add_residual_free_flags(add, CONSTANTS["residual-free"])
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes the rest")
@@ -108,7 +110,7 @@ def get_args(argv=None):
     add("--layer-decay", type=number(float, above=0, high=1), default=1.0, help="lr of a layer as a share of the next one's, the head's in full; 1 is off")
     add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"),
         help=f"momenta; None is the preset's, by optimizer: {PRESETS[preset]['betas']}, or the optimizer's own")
-    add("--precondition-frequency", type=number(int, low=1), help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
+    runtime.add_matrix_flags(add)
     add("--batch-size", type=number(int, low=1), help="global: images per update over all processes")
     add("--micro-batch", type=number(int, low=1), default=None, help="images per forward pass and process; None means as many as the batch gives it")
     add("--epochs", type=number(float, above=0, high=1e6), help="passes over the training set")
@@ -209,16 +211,8 @@ def load_encoder(raw, path):
 
 
 def resolve_init(args, skipless_init):
-    """Fill in --init and its constants where they were left out; a constant alone means --init skipless, and with another init it is refused."""
-    constants = dict(alpha=1.0, beta=2.0, c=3.0, cancel_mean=0.0, mlp_gain=1.0)
-    given = [k for k in constants if getattr(args, k) is not None]
-    if given and args.init is None:
-        args.init = "skipless"
-    if given and args.init != "skipless":
-        raise BadInput(f"--{given[0].replace('_', '-')} has no effect with --init {args.init}: use --init skipless, or leave it out")
-    for k, value in constants.items():
-        if getattr(args, k) is None:
-            setattr(args, k, value)
+    """Fill in --init and its constants where they were left out; a constant alone chooses its init, and with another one it is refused."""
+    runtime.fill_constants(args, CONSTANTS)
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
         args.init = skipless_init if args.shortcut == "skipless" else "default"
 
@@ -245,7 +239,11 @@ def build_model(args, images):
             constants = dict(alpha=args.alpha, beta=args.beta, c=args.c, cancel_mean=args.cancel_mean, mlp_gain=args.mlp_gain)
     except ValueError as error:                                  # the model's own sentence on a size that does not fit
         raise BadInput(str(error)) from error
-    init.init_skipless_vit(raw, **constants)
+    if args.init == "residual-free":
+        constants = {k: getattr(args, k) for k in CONSTANTS["residual-free"]}
+        init.init_residual_free_lm(raw, *constants.values())
+    else:
+        init.init_skipless_vit(raw, **constants)
     return raw, f"{args.init}: " + ", ".join(f"{k} {v:.3g}" for k, v in constants.items())
 
 
@@ -283,10 +281,7 @@ def main(argv=None):
         init_line = load_encoder(raw, args.finetune)
     raw.to(world.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
-    options = dict(precondition_frequency=args.precondition_frequency) if args.opt in ("soap", "kl-shampoo") else {}
-    if args.betas:
-        options["betas"] = tuple(args.betas)
-    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, layer_decay=args.layer_decay, **options)
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, layer_decay=args.layer_decay, **runtime.matrix_options(args))
     train_tf, eval_tf = data.train_transform(images, args.img_size, args.augment), data.eval_transform(images, args.img_size)
     mix = data.mixer(len(images.classes), args.mixup, args.cutmix)
 
@@ -366,9 +361,9 @@ def main(argv=None):
                 best = max(best, top1)
                 log.line(f"step {step:6d}  val loss {val_loss:.4f}  top-1 {top1:.1f} %  top-5 {top5:.1f} %" + " (ema)" * bool(ema),
                          step=step, val_loss=val_loss, val_top1=top1, val_top5=top5)
-            if save_now and world.main:
+            if save_now:                                         # on all ranks: each holds a share of the optimizer's state
                 runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=ema and ema.state_dict(), optimizer=optimizer.state_dict(),
-                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags))
+                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags), world.main)
             window, clock = [], time.perf_counter()
     bar.close()
 
