@@ -16,6 +16,7 @@ Speed: weights of equal shape and age are one stack (B, m, n), so the formulas b
 `shard` shares the matrices out over the ranks: each has the state of its own and moves those, and all get all weights afterwards.
 """
 import copy
+import functools
 import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -300,10 +301,15 @@ def side_by_side(decomposition, s: Tensor) -> list[Tensor]:
         torch.set_num_threads(1)
         if len(s) == 1:
             return decomposition(s)
-        with ThreadPoolExecutor(min(threads, len(s)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return [torch.stack(parts) for parts in zip(*pool.map(decomposition, s))]
+        return [torch.stack(parts) for parts in zip(*workers(threads).map(decomposition, s))]
     finally:
         torch.set_num_threads(threads)
+
+
+@functools.cache
+def workers(threads: int) -> ThreadPoolExecutor:
+    """That many threads for `side_by_side`, which stay: to start some takes longer than a small decomposition."""
+    return ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def eigenbasis(s: Tensor) -> Tensor:
@@ -345,7 +351,7 @@ def unfold(x: Tensor, mode: int) -> Tensor:
 
 
 def add_gram(s: Tensor, x: Tensor, keep: float, share: float) -> None:
-    """S <- keep S + share X X^T, X (B, d, rest). Above 512 rows in blocks, the upper ones mirrored, which saves a quarter of the flops."""
+    """S <- keep S + share X X^T, X (B, d, rest). Of many rows in blocks, the upper ones mirrored, which saves a quarter of the flops."""
     x, d = x.to(s.dtype), x.shape[1]
     if d < BLOCKS_FROM or s.dtype == torch.bfloat16:
         torch.baddbmm(s, x, x.mT, beta=keep, alpha=share, out=s)
@@ -357,7 +363,7 @@ def add_gram(s: Tensor, x: Tensor, keep: float, share: float) -> None:
     s[:, a, b].copy_(s[:, b, a].mT)
 
 
-BLOCKS_FROM = 10 ** 9
+BLOCKS_FROM = 1024                                  # rows from which `add_gram` goes by blocks: below, products of half the size are no faster
 
 
 def first_gram(x: Tensor, share: float, dtype: torch.dtype) -> Tensor:

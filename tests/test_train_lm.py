@@ -608,3 +608,27 @@ def test_another_scripts_checkpoint_is_refused_by_name(tmp_path, capsys, foreign
 def test_a_context_longer_than_the_text_is_said_before_a_model_is_built(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_lm, "build_model", None)
     assert "--block-size 100000000 needs" in sentence(capsys, command(tmp_path / "out", "--block-size", "100000000"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# paper 1's initialisation on paper 2's model
+
+def test_paper_1s_init_on_the_lm(tmp_path, capsys):
+    """W_V W_O is c^2 times an orthogonal matrix, W_Q W_K^T of a head has its trace near beta d, fc1 and fc2 the singular values of scaled orthogonal ones."""
+    args = train_lm.get_args(["--skipless", "--beta", "2", "--c", "1.5"])
+    assert (args.init, args.alpha, args.beta, args.c) == ("skipless", 1, 2, 1.5)
+    raw, shape, line = train_lm.build_model(args, 257)
+    for block in raw.blocks:
+        w_q, w_k, w_v = block.attn.qkv.weight.double().chunk(3)
+        values = torch.linalg.svdvals(block.attn.proj.weight.double() @ w_v)
+        torch.testing.assert_close(values, torch.full((128,), 1.5 ** 2, dtype=torch.float64), rtol=1e-4, atol=0)
+        torch.testing.assert_close(torch.linalg.svdvals(block.mlp.fc1.weight.double()), torch.full((128,), 2., dtype=torch.float64), rtol=1e-5, atol=0)
+        torch.testing.assert_close(torch.linalg.svdvals(block.mlp.fc2.weight.double()), torch.full((128,), 1., dtype=torch.float64), rtol=1e-5, atol=0)
+    assert "skipless: alpha 1, beta 2, c 1.5" in line
+    model = LM(**shape)
+    torch.manual_seed(args.seed)
+    twin = LM(**shape)
+    init.init_skipless_vit(twin, 1., 2., 1.5)
+    assert all(torch.equal(a, b) for a, b in zip(raw.parameters(), twin.parameters())) and not torch.equal(model.blocks[0].mlp.fc1.weight, raw.blocks[0].mlp.fc1.weight)
+    assert "--c has no effect with --init residual-free: use --init skipless" in sentence(capsys, command(tmp_path, "--init", "residual-free", "--c", "2"))
+    assert "--alpha-qk has no effect with --init skipless: use --init residual-free" in sentence(capsys, command(tmp_path, "--init", "skipless", "--alpha-qk", "2"))

@@ -592,6 +592,41 @@ def test_constants_alone_mean_init_skipless():
     assert (args.init, args.alpha, args.beta, args.c) == ("skipless", 2, .6, 3)
 
 
+def test_paper_2s_init_on_the_vit(tmp_path, capsys):
+    """W_V W_O = alpha_vo I and W_Q = W_K per head in every block, fc1 and fc2 with singular values 2 sqrt(alpha_u) and sqrt(alpha_d); its constant alone chooses it."""
+    args = train_vit.get_args(["--skipless", "--alpha-vo", "2", "--alpha-u", ".5", "--alpha-d", "3", "--out", str(tmp_path)])
+    assert (args.init, args.alpha_qk, args.alpha_vo) == ("residual-free", 3, 2)
+    raw, line = train_vit.build_model(args, data.load_images("mnist5k"))
+    for block in raw.blocks:
+        w_q, w_k, w_v = block.attn.qkv.weight.double().chunk(3)
+        assert torch.equal(w_q, w_k)
+        torch.testing.assert_close(block.attn.proj.weight.double() @ w_v, 2 * torch.eye(96, dtype=torch.float64), rtol=0, atol=1e-5)
+        for layer, value in ((block.mlp.fc1, 2 * .5 ** .5), (block.mlp.fc2, 3 ** .5)):
+            torch.testing.assert_close(torch.linalg.svdvals(layer.weight.double()), torch.full((96,), value, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert "residual-free" in line
+    assert "--alpha-vo has no effect with --init skipless: use --init residual-free" in sentence(capsys, command(tmp_path, "--init", "skipless", "--alpha-vo", "2"))
+    assert "--c has no effect with --init residual-free: use --init skipless" in sentence(capsys, command(tmp_path, "--init", "residual-free", "--c", "2"))
+
+
+@pytest.mark.parametrize("opt", ["adamw", "muon"])
+@pytest.mark.parametrize("flag", ["--stagger", "--bf16-factors"])
+def test_a_setting_of_another_optimizer(tmp_path, capsys, opt, flag):
+    said = sentence(capsys, command(tmp_path / "run", "--opt", opt, flag))
+    assert f"{flag} has no effect with --opt {opt}" in said and "--opt soap or kl-shampoo" in said and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("opt", ["soap", "kl-shampoo"])
+def test_settings_of_the_matrix_optimizers_reach_them(tmp_path, opt):
+    """Stagger, bf16 factors, frequency and initial eigenvalues: in the checkpoint's optimizer, and with an effect."""
+    out, plain = tmp_path / "run", tmp_path / "plain"
+    train(plain, "--opt", opt, *FEW)
+    state = train(out, "--opt", opt, *FEW, "--stagger", "--bf16-factors", "--init-factor", ".02")["optimizer"]["parts"][0]
+    group = state["param_groups"][0]
+    assert group["factor_dtype"] is torch.bfloat16 and group["precondition_frequency"] == 4 and group.get("init_factor", .02) == .02
+    assert all(t.dtype == torch.bfloat16 for s in state["state"].values() for t in (*s["GG"], *s["Q"]))
+    assert not torch.equal(load(out)["model"]["blocks.1.mlp.fc1.weight"], load(plain)["model"]["blocks.1.mlp.fc1.weight"])
+
+
 def test_checkpoint_that_is_a_folder(tmp_path, capsys):
     (tmp_path / "run" / "ckpt.pt").mkdir(parents=True)
     for flags in ([], ["--fresh"]):
