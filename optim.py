@@ -617,13 +617,15 @@ class Muon(MatrixOptimizer):
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
     """U V^T, roughly, of x = U S V^T (m, n) or of a stack of them: a quintic in the singular values that is steep at 0 and never quite settles at 1."""
-    tall, y = x.shape[-2] > x.shape[-1], x.bfloat16().view(-1, *x.shape[-2:])
-    y = y.mT if tall else y                                             # the Gram matrix of the short side is the small one
-    y = y / torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True).clamp(min=1e-7)        # not in place: y may be the momentum buffer itself
+    if x.ndim == 3 and len(x) == 1:                                     # for one matrix the plain product is the faster one
+        return newton_schulz(x[0], steps)[None]
+    tall, fused = x.shape[-2] > x.shape[-1], torch.addmm if x.ndim == 2 else torch.baddbmm
+    y = x.bfloat16().mT if tall else x.bfloat16()                       # the Gram matrix of the short side is the small one
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=1e-7)      # not in place: y may be the momentum buffer itself
     for _ in range(steps):
         a = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
-    return (y.mT if tall else y).reshape(x.shape)
+        y = fused(y, fused(a, a, a, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
+    return y.mT if tall else y
 
 
 # ----------------------------------------------------------------------------------------------------------------------
