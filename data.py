@@ -31,16 +31,22 @@ LAYOUT = "lay images out as train/<class>/*.jpg and val/<class>/*.jpg"
 # ---------------------------------------------------------------------------------------------------------------- datasets
 class Images(Dataset):
     """images: uint8 (N, C, H, W) or a list of N file paths; labels: int64 (N,). Item: (uint8 (C, H, W), int)."""
+    KEEP = 2 ** 30         # bytes: files whose images take less than that together are decoded once in each process
 
     def __init__(self, images, labels):
-        self.images, self.labels = images, labels
+        self.images, self.labels, self.kept = images, labels, {}
         self.in_memory = isinstance(images, torch.Tensor)
 
     def __len__(self):
         return len(self.labels)
 
     def __getitem__(self, i):
-        return self.images[i] if self.in_memory else read_rgb(self.images[i]), int(self.labels[i])
+        image = self.images[i] if self.in_memory else self.kept.get(i)
+        if image is None:
+            image = read_rgb(self.images[i])
+            if image.nbytes * len(self) <= self.KEEP:   # of each, so that it holds for all
+                self.kept[i] = image
+        return image, int(self.labels[i])
 
     def take(self, index):
         """The images at `index` (int64), as a set of their own."""
@@ -431,11 +437,16 @@ class Batches(Dataset):
     It holds no state, so workers may live through all epochs; a position says all that the augmentation depends on.
     """
     FIXED = (v2.Resize, v2.CenterCrop, v2.ToDtype, v2.Normalize)
+    POINTWISE = (v2.ToDtype, v2.Normalize)
 
     def __init__(self, dataset, transform, seed):
         self.dataset, self.transform, self.seed = dataset, transform, seed
-        # Without randomness the images in memory go through the transform all at once: the same numbers, some 20 times faster.
+        # Without randomness the images in memory go through the transform all at once: the same numbers, some 20 times faster. With it, the last steps do.
         self.at_once = dataset.in_memory and all(isinstance(step, self.FIXED) for step in transform.transforms)
+        steps, self.last = list(getattr(transform, "transforms", ())), []
+        while steps and isinstance(steps[-1], self.POINTWISE):
+            self.last.insert(0, steps.pop())
+        self.first = v2.Compose(steps or [torch.nn.Identity()]) if self.last else transform
 
     def __len__(self):
         return len(self.dataset)
@@ -450,9 +461,12 @@ class Batches(Dataset):
                 epoch, index = divmod(position, len(self))
                 image, label = self.dataset[index]
                 torch.default_generator.manual_seed(mix_seed("augment", self.seed, epoch, index))
-                images.append(self.transform(image))
+                images.append(self.first(image))
                 labels.append(label)
-        return default_collate(images), torch.tensor(labels)      # of several views an image: a list of batches
+        images = default_collate(images)                # of several views an image: a list of batches
+        for step in self.last:
+            images = step(images)
+        return images, torch.tensor(labels)
 
 
 def train_batches(dataset, transform, batch_size, seed, first_step, last_step, rank=0, world=1, micro_steps=1, workers=0):

@@ -230,6 +230,31 @@ def test_all_at_once_equals_one_by_one(emoji, img_size):
         assert torch.equal(a, b) and a.dtype == b.dtype
 
 
+@pytest.mark.parametrize("augment", ["light", "strong", "mae"])
+def test_a_batch_equals_the_transform_of_each_image(emoji, augment):
+    """Whatever is done to the whole batch: each image is what its own stream makes of it, to the last bit."""
+    transform, n = D.train_transform(emoji, 24, augment), len(emoji.train)
+    x, _ = D.Batches(emoji.train, transform, 3).__getitems__([5, n + 5, 2 * n + 7])
+    for one, (epoch, index) in zip(x, ((0, 5), (1, 5), (2, 7))):
+        torch.manual_seed(D.mix_seed("augment", 3, epoch, index))
+        assert torch.equal(one, transform(emoji.train.images[index]))
+
+
+@pytest.mark.parametrize("limit, decoded", [(6 * 22 * 30 * 3, 6), (6 * 20 * 30 * 3 - 1, 12), (6 * 21 * 30 * 3, 8)])
+def test_files_that_fit_in_memory_are_decoded_once(folder, monkeypatch, limit, decoded):
+    """Six images of 20, 21 and 22 rows of 30 pixels: all are kept, none, or those that take no more than a sixth of the limit."""
+    read, reads = D.read_rgb, []
+    monkeypatch.setattr(D, "read_rgb", lambda path: (reads.append(path), read(path))[1])
+    monkeypatch.setattr(D.Images, "KEEP", limit)
+    images = D.load_images(folder)
+    transform = D.train_transform(images, 16, "light")
+    epochs = [x for x, _ in D.train_batches(images.train, transform, 6, 0, 0, 2)]
+    assert len(reads) == decoded
+    monkeypatch.setattr(D.Images, "KEEP", 0)
+    again = D.load_images(folder)
+    assert all(torch.equal(a, b) for a, (b, _) in zip(epochs, D.train_batches(again.train, transform, 6, 0, 0, 2)))
+
+
 def test_batches_must_fit_and_divide():
     with pytest.raises(BadInput, match=r"--batch-size 11 .* 10 images"):
         D.train_batches(numbered(10), RAW, 11, 0, 0, 1)
