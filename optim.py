@@ -431,8 +431,7 @@ class SOAP(MatrixOptimizer):
             self.keep(params, soap_seed(g, b, self.preconditioned(params[0].shape, group), group["factor_dtype"] or g.dtype))
             return
         state = self.stack(params)
-        directions, step_size = soap_direction(g, state, group)
-        move(params, directions, step_size, group["lr"] * group["weight_decay"])
+        move(params, *soap_direction(g, state, group), group["lr"] * group["weight_decay"])
         for k, s in enumerate(state["GG"]):
             if s is not None:
                 add_gram(s, unfold(g, k), b, 1 - b)
@@ -516,14 +515,7 @@ class KLShampoo(MatrixOptimizer):
             self.keep(params, kl_seed(g, shampoo_beta(group), group["init_factor"], group["factor_dtype"] or g.dtype))
             return
         state = self.stack(params)
-        left, right = state["Q"]
-        x = g.to(left.dtype)
-        lg, gr = left.mT @ x, x @ right                                 # both halves are needed below,
-        h = left.mT @ gr if g.shape[1] <= g.shape[2] else lg @ right    # the whole from whichever is cheaper
-        lg, gr, h = (y.to(g.dtype) for y in (lg, gr, h))
-        directions = kl_directions(h, state, group)
-        kl_factors(lg, gr, h, state, group)
-        move(params, directions, group["lr"], group["lr"] * group["weight_decay"])
+        move(params, kl_directions(g, state, group), group["lr"], group["lr"] * group["weight_decay"])
         if self.refreshes(params[0], group):
             kl_refresh(state)
 
@@ -536,10 +528,16 @@ def kl_seed(g: Tensor, b: float, init_factor: float, dtype: torch.dtype) -> dict
             "eigen_sqrt_inv": [g.new_full((B, d), init_factor ** -.5) for d in (m, n)]}
 
 
-def kl_directions(h: Tensor, state: dict, group: dict) -> Tensor:
-    """Advances M with h = Q_L^T G Q_R; returns L^(-1/2) M R^(-1/2) in the parameter's basis, all (B, m, n)."""
-    a, c = state["eigen_sqrt_inv"]
+def kl_directions(g: Tensor, state: dict, group: dict) -> Tensor:
+    """Advances M, factors and eigenvalues with g; returns L^(-1/2) M R^(-1/2) in the parameter's basis, of the eigenvalues before; all (B, m, n)."""
+    (left, right), x = state["Q"], g.to(state["Q"][0].dtype)
+    lg, gr = left.mT @ x, x @ right                                     # both halves are needed below,
+    h = left.mT @ gr if g.shape[1] <= g.shape[2] else lg @ right        # the whole from whichever is cheaper
+    lg, gr, h = (y.to(g.dtype) for y in (lg, gr, h))
     state["exp_avg"].lerp_(h, 1 - group["betas"][0])
+    a, c = (t.clone() for t in state["eigen_sqrt_inv"])
+    kl_factors(lg, gr, h, state, group)
+    del lg, gr, h                                                       # temporaries, of which there are enough below
     scale = a[:, :, None] * c[:, None]
     return rotate((state["exp_avg"] * scale).div_(scale.mul_(group["eps"]).add_(1)), state["Q"], back=True)
 
