@@ -2,10 +2,12 @@
 quantiser works on them, one uniform grid per tensor, and breaks residual nets.
 
     python quantize.py --ckpt out/lm-residual/ckpt.pt out/lm-skipless/ckpt.pt          loss at W8A12, W8A8, W8A6, W8A4; kurtosis; SQNR
+    python quantize.py --ckpt out/lm-skipless/ckpt.pt --weight-bits 4 --weight-rounding gptq       weights rounded with compensated errors
     python quantize.py --theory                                                        the paper's formulas, measured; needs no checkpoint
 
 What the paper leaves open is a flag, and the table names it: symmetric abs-max grid (--asymmetric), one dynamic scale per tensor for activations
-and weights (--act-granularity token, --weight-granularity channel), at the input of every Linear of the blocks; embedding and head stay as they are.
+and weights (--act-granularity token, --weight-granularity channel), each weight to the nearest level (--weight-rounding gptq), at the input of every
+Linear of the blocks; embedding and head stay as they are.
 """
 import argparse
 import contextlib
@@ -189,18 +191,28 @@ def integers(x, bits, granularity="tensor", symmetric=True):
     exact (and 0 is not). granularity: "tensor", one scale for all of x; "token" or "channel", one per row of the last axis: a token where
     x is (..., tokens, channels), an output channel where x is a weight (out, in). The two are one reduction under two names.
     """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))                      # scales in bf16 would lose the accuracy of 8 bits
+    levels = grid(x, bits, granularity, symmetric)
+    return encode(x, *levels), *levels[:2]
+
+
+def grid(x, bits, granularity, symmetric):
+    """(scale, low, least code, greatest code) of `integers`."""
     if not (isinstance(bits, int) and 2 <= bits <= 16):
         raise ValueError(f"bits {bits} must be an integer from 2 to 16")
     if granularity not in ("tensor", "token", "channel"):
         raise ValueError(f"granularity {granularity!r} is unknown: use tensor, token or channel")
-    x = x.to(torch.promote_types(x.dtype, torch.float32))                      # scales in bf16 would lose the accuracy of 8 bits
     axis = {} if granularity == "tensor" else dict(dim=-1, keepdim=True)
     low, high = x.aminmax(**axis)
     levels = 2 ** (bits - 1) - 1 if symmetric else 2 ** bits - 1
     span = torch.maximum(high, -low) if symmetric else high - low
     low = torch.zeros_like(low) if symmetric else low
     scale = (span / levels).clamp(min=torch.finfo(torch.float32).tiny)         # a constant tensor has no span: do not divide by 0
-    return ((x - low) / scale).round().clamp(-levels if symmetric else 0, levels), scale, low
+    return scale, low, -levels if symmetric else 0, levels
+
+
+def encode(x, scale, low, least, greatest):
+    return ((x - low) / scale).round().clamp(least, greatest)
 
 
 def fake_quantize(x, bits, granularity="tensor", symmetric=True):
@@ -219,14 +231,18 @@ class QuantLinear(nn.Module):
     """A Linear whose weight is fake-quantised once and whose input is fake-quantised as it comes; bits None leaves either as it is.
 
     With act_granularity "tensor" one scale serves the whole input (batch, tokens, channels): the result for a text then depends on the
-    texts beside it, so a table must say the batch size it was measured with. With "token" it does not.
+    texts beside it, so a table must say the batch size it was measured with. With "token" it does not. codes: the weight's (q, scale, low),
+    instead of its own rounding to nearest.
     """
 
-    def __init__(self, linear, weight_bits, act_bits, act_granularity="tensor", weight_granularity="tensor", symmetric=True):
+    def __init__(self, linear, weight_bits, act_bits, act_granularity="tensor", weight_granularity="tensor", symmetric=True, codes=None):
         super().__init__()
         self.act = act_bits, act_granularity, symmetric
         self.weight, self.bias = linear.weight, linear.bias
-        if weight_bits is not None:                                            # a new Parameter: the old one may be tied to the embedding
+        if codes is not None:
+            q, scale, low = codes
+            self.weight = nn.Parameter((q * scale + low).to(linear.weight.dtype), requires_grad=False)
+        elif weight_bits is not None:                                          # a new Parameter: the old one may be tied to the embedding
             self.weight = nn.Parameter(fake_quantize(linear.weight.detach(), weight_bits, weight_granularity, symmetric), requires_grad=False)
 
     def forward(self, x):
@@ -238,9 +254,9 @@ class Int8Linear(nn.Module):
 
     Equals QuantLinear(linear, 8, 8) up to float32 rounding of the sums, which here are exact."""
 
-    def __init__(self, linear, act_granularity="tensor", weight_granularity="tensor"):
+    def __init__(self, linear, act_granularity="tensor", weight_granularity="tensor", codes=None):
         super().__init__()
-        q, scale, _ = integers(linear.weight.detach(), 8, weight_granularity)
+        q, scale, _ = codes or integers(linear.weight.detach(), 8, weight_granularity)
         self.register_buffer("weight", q.to(torch.int8))
         self.register_buffer("scale", scale.float().flatten())                 # (1,) or (out,)
         self.bias, self.act_granularity = linear.bias, act_granularity
@@ -271,31 +287,99 @@ def _blocked_linear(a, weight):
 
 
 def quantized(model, weight_bits=8, act_bits=8, act_granularity="tensor", weight_granularity="tensor", symmetric=True,
-              head=False, embedding=False, int8=False):
+              head=False, embedding=False, int8=False, codes=None):
     """A deep copy of an LM, for evaluation, whose Linears inside .blocks quantise their weight and their input; the original is left alone.
 
     bits None leaves weights or activations as they are. head: also the output projection (weight and input). embedding: also the token embedding's
     table. The two share one matrix in the model; in the copy each keeps or quantises it on its own. int8: real int8 arithmetic, see `Int8Linear`.
+    codes: the blocks' weights as `compensated` rounded them to weight_bits; None rounds to nearest, as head and embedding always are.
     """
     if int8 and not (weight_bits == act_bits == 8 and symmetric):
         raise ValueError("int8 arithmetic is for 8-bit weights and activations on the symmetric grid: leave int8 out")
     net = copy.deepcopy(model).eval().requires_grad_(False)
 
-    def convert(linear):
+    def convert(linear, codes=None):
         if int8:
-            return Int8Linear(linear, act_granularity, weight_granularity)
-        return QuantLinear(linear, weight_bits, act_bits, act_granularity, weight_granularity, symmetric)
+            return Int8Linear(linear, act_granularity, weight_granularity, codes)
+        return QuantLinear(linear, weight_bits, act_bits, act_granularity, weight_granularity, symmetric, codes)
 
-    for parent in [m for block in net.blocks for m in block.modules()]:
+    for path, parent in list(net.blocks.named_modules(prefix="blocks")):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, convert(child))
+                setattr(parent, name, convert(child, codes and codes[f"{path}.{name}"]))
     if head:
         net.head = convert(net.head)
     if embedding and weight_bits is not None:
         table = fake_quantize(net.token_embed.weight, weight_bits, weight_granularity, symmetric)
         net.token_embed.weight = nn.Parameter(table, requires_grad=False)
     return net
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rounding with compensated errors (GPTQ, Frantar et al. 2023)
+
+def compensated_integers(weight, H, bits, granularity="tensor", symmetric=True, damping=0.01, block=128):
+    """The codes of `integers` for a weight W (out, in) on the same grid, chosen so that its outputs, not its entries, stay close.
+
+    H (in, in) = 2 X^T X of the layer's inputs X (tokens, in), so that ||X (W - W_hat)^T||^2 = tr (W - W_hat) H (W - W_hat)^T / 2. Columns are
+    rounded one by one. Once column i has its error w_i - w_hat_i, the columns j > i that make good for it best are W_j - e U_ij with
+    e = (w_i - w_hat_i) / U_ii and U the upper Cholesky factor of the inverse, H^-1 = U^T U: row i of U holds what eliminating the columns before i
+    leaves of H^-1. damping: share of H's mean diagonal added to it. block: columns within which errors are spread one at a time, and behind which
+    in one product; it changes the speed only. In float64. Raises ValueError where H is not finite.
+    """
+    weight, H = _has_double(weight), _has_double(H).double()
+    if not H.isfinite().all():
+        raise ValueError("the inputs' second moments are not finite: round to nearest")
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    scale, low, *_ = levels = grid(weight, bits, granularity, symmetric)
+    W, q = weight.double().clone(), torch.empty_like(weight)
+    H = H + torch.eye(len(H), dtype=H.dtype, device=H.device) * (damping * float(H.diagonal().mean()) or 1.0)      # 1 where all inputs were 0
+    U = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(H)), upper=True)
+    for start in range(0, len(H), block):
+        stop = min(start + block, len(H))
+        E = torch.empty_like(W[:, start:stop])
+        for i in range(start, stop):
+            q[:, i:i + 1] = encode(W[:, i:i + 1].to(q.dtype), *levels)         # rounded as `integers` does it: the same where nothing is spread
+            E[:, i - start] = (W[:, i] - (q[:, i:i + 1] * scale + low)[:, 0]) / U[i, i]
+            W[:, i + 1:stop].addr_(E[:, i - start], U[i, i + 1:stop], alpha=-1)
+        W[:, stop:] -= E @ U[start:stop, stop:]
+    return q, scale, low
+
+
+@torch.no_grad()
+def compensated(model, batches, bits, granularity="tensor", symmetric=True, embedding=False, dtype=torch.float32):
+    """{name of each Linear in the blocks: its `compensated_integers`}, for `quantized`, from calibration tokens: an iterable of (B, N).
+
+    One Linear after the other, each with the inputs that the Linears before it give once they are rounded, as in the paper; the activations are not
+    quantised there. The paper gathers a block's four at once, in the block as it was. embedding: whether its table is rounded too.
+    """
+    net, codes = quantized(model, bits, None, weight_granularity=granularity, symmetric=symmetric, embedding=embedding), {}
+    device = net.token_embed.weight.device
+    inputs = [net.token_embed(tokens.to(device)) for tokens in batches]
+
+    def run(block):
+        with runtime.autocast(device, dtype):
+            return [block(x, net.rope(0, x.shape[1])) for x in inputs]
+
+    for l, block in enumerate(net.blocks):
+        for path, module in block.named_modules():                             # in the order in which they are run
+            if isinstance(module, QuantLinear):
+                H, name = [], f"blocks.{l}.{path}"
+                hook = module.register_forward_pre_hook(lambda module, arguments: H.append(second_moments(arguments[0])))
+                run(block)
+                hook.remove()
+                weight = model.get_submodule(name).weight.detach()
+                codes[name] = tuple(t.to(device) for t in compensated_integers(weight, sum(H), bits, granularity, symmetric))
+                q, scale, low = codes[name]
+                module.weight.copy_(q * scale + low)
+        inputs = run(block)
+    return codes
+
+
+def second_moments(x):
+    """2 X^T X (D, D) of x (..., D), in float64."""
+    x = _has_double(x).double().flatten(0, -2)
+    return 2 * x.T @ x
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,16 +441,26 @@ def measure(path, net, checkpoint, data, args, world, dtype):
     saved, net, start = checkpoint["args"], net.to(world.device), time.perf_counter()
     limit = -(-args.eval_tokens // net.block_size)                             # windows, rounded up; 0 is all
     batches = lambda: text.eval_batches(data.val, net.block_size, args.batch_size, limit=limit)
-    rows, grid = [], dict(act_granularity=args.act_granularity, weight_granularity=args.weight_granularity, symmetric=not args.asymmetric,
-                          head=args.head, embedding=args.embedding, int8=args.int8)
-    with watch(net, bits=sorted({*SQNR_BITS, *args.bits}), granularity=args.act_granularity, symmetric=grid["symmetric"]) as stats:
+    rows, options = [], dict(act_granularity=args.act_granularity, weight_granularity=args.weight_granularity, symmetric=not args.asymmetric,
+                             head=args.head, embedding=args.embedding, int8=args.int8)
+    with watch(net, bits=sorted({*SQNR_BITS, *args.bits}), granularity=args.act_granularity, symmetric=options["symmetric"]) as stats:
         full = evaluate(net, batches(), world.device, dtype)
+    calibration = None
+    if args.weight_rounding == "gptq":                                         # one rounding of the weights serves every row
+        windows = [x for x, _ in text.eval_batches(data.train, net.block_size, args.batch_size, limit=-(-args.calibration_tokens // net.block_size))]
+        calibration = dict(tokens=sum(x.numel() for x in windows), text=data.train.name)
+        try:
+            options["codes"] = compensated(net, windows, args.weight_bits, args.weight_granularity, options["symmetric"], args.embedding, dtype)
+        except ValueError as error:
+            raise BadInput(f"--weight-rounding gptq fails on {path}, whose activations are not finite: use nearest") from error
+        print(f"{path}  gptq on {calibration['tokens']:,} tokens of {calibration['text']}  {time.perf_counter() - start:.0f} s", flush=True)
     for bits in (None, *args.bits):
         if bits is None:
             variant, name, (loss, perplexity) = net, str(dtype).removeprefix("torch."), full
         else:
-            variant = quantized(net, args.weight_bits, bits, **grid)
-            name, (loss, perplexity) = f"W{args.weight_bits}A{bits}", evaluate(variant, batches(), world.device, dtype)
+            variant = quantized(net, args.weight_bits, bits, **options)
+            name = f"W{args.weight_bits}A{bits}" + " gptq" * (args.weight_rounding == "gptq")
+            loss, perplexity = evaluate(variant, batches(), world.device, dtype)
         rows.append(dict(precision=name, act_bits=bits, loss=loss, perplexity=perplexity, delta=loss - full[0]))
         if args.tasks:
             import zeroshot
@@ -376,7 +470,7 @@ def measure(path, net, checkpoint, data, args, world, dtype):
     middle = max(1, round(len(outputs) * 2 / 3))                               # counted from 1: the paper's layer 16 of 24
     sqnr = [m.sqnr_db(8) for m in linears]
     return dict(path=str(path), weights=checkpoint["weights"], step=checkpoint["step"], data=data.name, shortcut=net.shortcut, opt=saved["opt"],
-                init=saved.get("init"), seed=saved.get("seed"), lm=saved["lm"], rows=rows, layer=middle,
+                init=saved.get("init"), seed=saved.get("seed"), lm=saved["lm"], rows=rows, calibration=calibration, layer=middle,
                 kurtosis=outputs[middle - 1].excess_kurtosis, kurtosis_max=largest(m.excess_kurtosis for m in outputs),
                 crest_max=largest(m.crest for m in linears), sqnr8_mean=statistics.fmean(sqnr), sqnr8_min=min(sqnr),
                 stats={site: [m.summary() for m in layers] for site, layers in stats.items()})
@@ -560,7 +654,11 @@ def get_args(argv=None):
     add("--theory", action="store_true", help="measure the paper's formulas")
     add = parser.add_argument_group("quantiser").add_argument
     add("--bits", type=number(int, low=2, high=16), nargs="+", default=None, help="of the activations, a row each; None is 12 8 6 4, or 8 with --int8")
-    add("--weight-bits", type=number(int, low=2, high=16), default=8, help="bits of the weights")
+    add("--weight-bits", type=number(int, low=2, high=16), default=None, help="bits of the weights; None is 8")
+    add("--weight-rounding", choices=["nearest", "gptq"], default="nearest",
+        help="of the blocks' weights: each to its nearest level, or column by column, with the error made good by the columns that follow")
+    add("--calibration-tokens", type=number(int, low=1), default=None,
+        help="tokens of the training text, spread evenly, whose activations gptq weighs the errors with; rounded up to whole windows; None is 8192")
     add("--act-granularity", choices=["tensor", "token"], default="tensor", help="one scale for the whole batch, or one per token")
     add("--weight-granularity", choices=["tensor", "channel"], default="tensor", help="one scale per matrix, or one per output channel")
     add("--asymmetric", action="store_true", help="min-max grid for weights and activations, instead of abs-max")
@@ -586,6 +684,12 @@ def get_args(argv=None):
     args.bits = list(dict.fromkeys(args.bits or ([8] if args.int8 else [12, 8, 6, 4])))
     if not args.tasks and (args.tasks_dir or args.limit):
         raise BadInput("--tasks-dir and --limit have no effect without --tasks: give --tasks all, or leave them out")
+    if args.weight_rounding == "gptq" and args.weight_bits is None:
+        raise BadInput("--weight-rounding gptq is for few bits, and --weight-bits is not given: add --weight-bits 4, or another number")
+    if args.weight_rounding == "nearest" and args.calibration_tokens:
+        raise BadInput("--calibration-tokens has no effect without --weight-rounding gptq: add it, or leave the tokens out")
+    args.weight_bits = args.weight_bits or 8
+    args.calibration_tokens = args.calibration_tokens or (8192 if args.weight_rounding == "gptq" else None)
     if args.int8 and (args.bits != [8] or args.weight_bits != 8 or args.asymmetric):
         raise BadInput("--int8 is for --bits 8 and --weight-bits 8 on the symmetric grid: leave the other flags out, or --int8")
     return args
@@ -596,7 +700,9 @@ def describe(args, dtype, records):
     scale = "token" if args.act_granularity == "token" else f"tensor, over a batch of {args.batch_size} sequences"
     where = "every Linear of the blocks" + " and of the head" * args.head
     state = lambda flag: "quantised" if flag else "as it is"
-    return (f"Weights: {args.weight_bits} bits, one scale per {args.weight_granularity}. "
+    rounding = "rounded to nearest" if args.weight_rounding == "nearest" else "those of the blocks rounded by GPTQ, calibrated on " + "; ".join(
+        dict.fromkeys(f"{r['calibration']['tokens']} tokens of {r['calibration']['text']}" for r in records))
+    return (f"Weights: {args.weight_bits} bits, one scale per {args.weight_granularity}, {rounding}. "
             f"Activations: dynamic, one scale per {scale}, at the input of {where}. "
             f"{'Asymmetric min-max' if args.asymmetric else 'Symmetric abs-max'} grid, {'int8 arithmetic' if args.int8 else 'rounded floats'}. "
             f"Embedding {state(args.embedding)}, head {state(args.head)}. Text: {', '.join(dict.fromkeys(r['data'] for r in records))}, "
@@ -611,6 +717,9 @@ def main(argv=None):
     dtype, why = runtime.pick_dtype(args.dtype, world.device)
     loaded = [load_model(path, which=args.weights) for path in args.ckpt]      # all of them, so that a wrong last one is said at once,
     loaded = [(*pair, load_data(path, pair[1], args.data)) for path, pair in zip(args.ckpt, loaded)]
+    for _, _, data in loaded:
+        if (args.calibration_tokens or 0) > len(data.train):
+            raise BadInput(f"--calibration-tokens {args.calibration_tokens} is more than the {len(data.train)} of {data.train.name}: lower it")
     if args.tasks:                                                             # and wrong tasks or a missing package too
         import zeroshot
         zeroshot.chosen(args.tasks, args.tasks_dir)

@@ -6,6 +6,7 @@ import sys
 import types
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -445,6 +446,108 @@ def test_loss_is_per_token_over_unequal_batches():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# rounding with compensated errors
+
+def correlated(samples, width, seed=0):
+    """Inputs (samples, width) whose columns are mixtures of each other, on unequal scales."""
+    g = torch.Generator().manual_seed(seed)
+    scales = torch.logspace(0, -1.5, width, dtype=torch.float64)
+    return torch.randn(samples, width, generator=g, dtype=torch.float64) * scales @ torch.randn(width, width, generator=g, dtype=torch.float64)
+
+
+def decoded(q, scale, low):
+    return q.double() * scale.double() + low.double()
+
+
+def slow_gptq(W, H, scale, low, least, greatest, damping):
+    """Before each column is rounded, all those free are solved for anew, from the original W, given all those fixed: least squares in H's norm."""
+    n = len(H)
+    H = H + damping * np.trace(H) / n * np.eye(n)
+    q, fixed = np.zeros_like(W), np.zeros_like(W)
+    for i in range(n):
+        done, free = slice(0, i), slice(i, n)
+        rest = W[:, free] - np.linalg.solve(H[free, free], H[free, done] @ (fixed - W)[:, done].T).T
+        q[:, i:i + 1] = np.clip(np.rint((rest[:, :1] - low) / scale), least, greatest)
+        fixed[:, i:i + 1] = q[:, i:i + 1] * scale + low
+    return q
+
+
+@pytest.mark.parametrize("granularity, symmetric", [("tensor", True), ("channel", True), ("tensor", False), ("channel", False)])
+def test_compensation_equals_solving_for_the_rest(granularity, symmetric):
+    """The codes of a slow reference without any Cholesky factor, whichever block size; its grid is `integers`' own, fixed beforehand. W stays."""
+    W, X = torch.randn(7, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64), correlated(100, 24)
+    before = W.clone()
+    nearest, scale, low = quantize.integers(W, 4, granularity, symmetric)
+    least, greatest = (-7, 7) if symmetric else (0, 15)
+    for damping in (0.01, 0.3):
+        expected = slow_gptq(W.numpy(), (2 * X.T @ X).numpy(), scale.numpy(), low.numpy(), least, greatest, damping)
+        for block in (1, 5, 24, 128):
+            q, *rest = quantize.compensated_integers(W, quantize.second_moments(X), 4, granularity, symmetric, damping, block)
+            assert torch.equal(rest[0], scale) and torch.equal(rest[1], low)
+            assert np.array_equal(q.numpy(), expected)
+        assert not torch.equal(q, nearest)
+    assert torch.equal(W, before)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_compensation_brings_the_outputs_closer(granularity):
+    """|X (W - W_hat)^T| at 4 bits well below that of rounding to nearest, though W_hat itself is further from W; more than 128 columns."""
+    W, X = torch.randn(40, 200, generator=torch.Generator().manual_seed(1)), correlated(600, 200)
+    near, far = (decoded(*f) - W.double() for f in (quantize.integers(W, 4, granularity), quantize.compensated_integers(W, 2 * X.T @ X, 4, granularity)))
+    assert (X @ far.T).norm() < 0.7 * (X @ near.T).norm() and far.norm() > near.norm()
+
+
+@pytest.mark.parametrize("H", [torch.eye(150), torch.diag(torch.arange(150.0)), torch.zeros(150, 150)])
+def test_without_correlations_it_is_rounding_to_nearest(H):
+    """Bitwise, the float32 division of `integers` included; also where some inputs, or all, were 0."""
+    for dtype in (torch.float32, torch.float64):
+        W = torch.randn(30, 150, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        W[0, :7] = torch.arange(7.0) + 0.5
+        for granularity, symmetric in (("tensor", True), ("channel", False)):
+            got, expected = quantize.compensated_integers(W, H, 4, granularity, symmetric), quantize.integers(W, 4, granularity, symmetric)
+            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("shortcut", ["residual", "skipless"])
+def test_each_linear_sees_the_inputs_of_the_rounded_ones_before_it(shortcut):
+    """Every Linear's codes are reached from the inputs that the finished, rounded copy hands it, and not from those of the full net."""
+    net, x = tiny(shortcut=shortcut), tokens(12)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    codes = quantize.compensated(net, [x[:8], x[8:, :9]], 4, embedding=True)          # unequal windows
+    rounded, full = quantize.quantized(net, 4, None, embedding=True, codes=codes), quantize.quantized(net, None, None)
+    assert list(codes) == [name for name, m in rounded.blocks.named_modules(prefix="blocks") if isinstance(m, quantize.QuantLinear)] and len(codes) == 12
+
+    def inputs(net, name):
+        seen = []
+        with torch.no_grad(), net.get_submodule(name).register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1).double())):
+            net(x[:8]), net(x[8:, :9])
+        return torch.cat(seen)
+    same = []
+    for name, (q, scale, low) in codes.items():
+        weight, X, X_full = net.get_submodule(name).weight.detach(), inputs(rounded, name), inputs(full, name)
+        assert torch.equal(q, quantize.compensated_integers(weight, 2 * X.T @ X, 4)[0])
+        assert torch.equal(rounded.get_submodule(name).weight, q * scale)
+        same.append(torch.equal(q, quantize.compensated_integers(weight, 2 * X_full.T @ X_full, 4)[0]))
+    assert sum(same) < 6
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+def test_compensated_codes_as_real_integers():
+    """Int8Linear takes them as QuantLinear does; at 8 bits they are other codes than the nearest."""
+    net = tiny()
+    codes = quantize.compensated(net, [tokens(8)], 8, "channel")
+    with torch.no_grad():
+        fake, real, nearest = (quantize.quantized(net, weight_granularity="channel", **more)(tokens())
+                               for more in (dict(codes=codes), dict(codes=codes, int8=True), {}))
+    assert quantize.sqnr_db(fake, real) > quantize.sqnr_db(fake, nearest) + 10
+
+
+def test_activations_that_are_not_finite_cannot_calibrate():
+    with pytest.raises(ValueError, match="not finite"):
+        quantize.compensated_integers(torch.ones(2, 2), torch.tensor([[1, math.nan], [math.nan, 1]]), 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # theory
 
 def test_theory_of_activations():
@@ -537,7 +640,26 @@ def test_command_line_of_two_checkpoints(tmp_path, corpus, capsys):
         assert record["layer"] == 2 and record["kurtosis"] == kurtosis[1] and record["kurtosis_max"] == max(kurtosis)
         eight = [layer["sqnr_db"]["8"] for site in quantize.LINEAR_INPUTS for layer in record["stats"][site]]
         assert record["sqnr8_min"] == min(eight) and record["sqnr8_mean"] == pytest.approx(sum(eight) / 12)
-    assert results["args"]["act_granularity"] == "token"
+    assert results["args"]["act_granularity"] == "token" and results["args"]["weight_rounding"] == "nearest" and "rounded to nearest" in out
+
+
+def test_command_line_with_compensated_weights(tmp_path, corpus, capsys):
+    """--weight-rounding gptq: the losses of `quantized` with the codes of windows of the training text, which the table and the JSON name."""
+    net = tiny()
+    path = checkpoint(tmp_path / "a", corpus, net)
+    quantize.main(["--ckpt", path, "--bits", "16", "8", "--weight-rounding", "gptq", "--weight-bits", "3", "--calibration-tokens", "600",
+                   "--weight-granularity", "channel", "--asymmetric", "--embedding", *FAST])
+    out, report, results = capsys.readouterr().out, (tmp_path / "a" / "quantize.md").read_text(), json.loads((tmp_path / "a" / "quantize.json").read_text())
+    record = results["checkpoints"][0]
+    assert f"rounded by GPTQ, calibrated on 608 tokens of {corpus} (train)" in report and "| W3A8 gptq |" in report and report in out
+    assert record["calibration"] == dict(tokens=608, text=f"{corpus} (train)") and results["args"]["weight_rounding"] == "gptq"
+    data = text.load_text(str(corpus), "bytes")
+    windows = [x for x, _ in text.eval_batches(data.train, 16, 8, limit=38)]
+    codes = quantize.compensated(net, windows, 3, "channel", symmetric=False, embedding=True)
+    for row, bits in zip(record["rows"][1:], (16, 8)):
+        q = quantize.quantized(net, 3, bits, weight_granularity="channel", symmetric=False, embedding=True, codes=codes)
+        assert row["loss"] == pytest.approx(quantize.evaluate(q, text.eval_batches(data.val, 16, 8, limit=32))[0], rel=1e-6)
+    assert record["rows"][0]["loss"] == pytest.approx(quantize.evaluate(net, text.eval_batches(data.val, 16, 8, limit=32))[0], rel=1e-6)
 
 
 def test_averaged_or_raw_weights(tmp_path, corpus):
@@ -580,6 +702,9 @@ def test_wrong_input_in_one_sentence(tmp_path, corpus, capsys):
     runtime.save_checkpoint(tmp_path / "vit.pt", vit)
     other = checkpoint(tmp_path / "other", corpus, tiny(), lm=dict(SHAPE, depth=2))
     digest = checkpoint(tmp_path / "digest", corpus, tiny(), tokenizer_digest="0")
+    burst = tiny()
+    burst.blocks[1].mlp.fc1.weight.data[0, 0] = math.nan
+    burst, gptq = checkpoint(tmp_path / "burst", corpus, burst), ("--weight-rounding", "gptq", "--weight-bits", "4")
     file = tmp_path / "file"
     file.write_text("")
     for flags, message in [
@@ -588,7 +713,10 @@ def test_wrong_input_in_one_sentence(tmp_path, corpus, capsys):
             (("--ckpt", good, tmp_path / "vit.pt"), "vit.pt holds no language model"), (("--ckpt", other), "does not fit model.LM"),
             (("--ckpt", digest), "another vocabulary"), (("--ckpt", good, "--ema"), "--ema"), (("--ckpt", good, "--int8", "--bits", "6"), "--int8 is for"),
             (("--ckpt", good, "--int8", "--weight-bits", "4"), "--int8 is for"), (("--ckpt", good, "--int8", "--asymmetric"), "--int8 is for"),
-            (("--ckpt", good, "--data", tmp_path / "nowhere"), "--data"), (("--ckpt", good, "--out", file / "x"), "cannot be written")]:
+            (("--ckpt", good, "--data", tmp_path / "nowhere"), "--data"), (("--ckpt", good, "--out", file / "x"), "cannot be written"),
+            (("--ckpt", good, "--weight-rounding", "gptq"), "add --weight-bits 4"), (("--ckpt", good, "--calibration-tokens", "9"), "--weight-rounding gptq: add"),
+            (("--ckpt", good, *gptq, "--calibration-tokens", "999999"), "--calibration-tokens 999999 is more than the"),
+            (("--ckpt", burst, *gptq), "activations are not finite")]:
         with pytest.raises(BadInput) as error:
             quantize.main([*map(str, flags), *FAST])
         assert message in str(error.value) and "\n" not in str(error.value) and ": " in str(error.value)
