@@ -237,15 +237,11 @@ def share_out(costs: list[float], bins: int) -> list[int]:
 
 def exchange(params: list[Tensor], owner: dict) -> None:
     """Every rank gets each weight from the rank that moved it: weights and not updates, so that all ranks have the same bits."""
-    sent = []
-    for key in dict.fromkeys((owner[p], p.dtype) for p in params):
-        part = [p.detach() for p in params if (owner[p], p.dtype) == key]
-        flat = torch.cat([p.flatten() for p in part])
-        sent.append((part, flat, dist.broadcast(flat, key[0], async_op=True)))
-    for part, flat, work in sent:
+    whole = [p.detach().contiguous() for p in params]                                # p itself, unless it lies otherwise in memory
+    for p, t, work in [(p, t, dist.broadcast(t, owner[p], async_op=True)) for p, t in zip(params, whole)]:
         work.wait()
-        for p, new in zip(part, flat.split([p.numel() for p in part])):
-            p.copy_(new.view_as(p))
+        if t.data_ptr() != p.data_ptr():
+            p.copy_(t)
 
 
 def tree(f, *values):
