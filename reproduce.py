@@ -1,19 +1,28 @@
-"""The papers' claims at laptop scale: runs the train scripts as a person would, through their command lines, and keeps what they print.
+"""The papers' claims at laptop scale: runs the train scripts as a person would, through their command lines, keeps what they print, and judges.
 
-    python reproduce.py table1               paper 1, Table 1: shortcut x init x optimizer, lr search and 3 seeds (55 minutes on two cores)
-    python reproduce.py augmented            its best cells with random crops (15 minutes)
-    python reproduce.py depth                ours: 24 layers, with and without the rule that chooses the constants (10 minutes)
-    python reproduce.py targets              ours: what the two targets of the rule do (5 minutes)
-    python reproduce.py tiny                 the constants of ViT-S and of nano at four times nano's size (5 minutes)
-    python reproduce.py lm                   paper 2: language models, shortcut x optimizer x temperature, and their quantisation (75 minutes)
-    python reproduce.py lm-gap --seeds 1     ours: what moves the skipless model's loss (10 minutes)
-    python reproduce.py mae                  paper 3: masked autoencoders, decay and its ablations, probed at every layer (65 minutes)
-    python reproduce.py sit                  paper 3: flow matching with decayed shortcuts (30 minutes)
-    python reproduce.py dino                 paper 1: self-distillation, dense prediction and object discovery, depth (60 minutes)
-    python reproduce.py table1 --list        the runs that remain
+    python reproduce.py                      quick mode: eight short runs, seed 0, beside the recorded ones (8 minutes on two cores)
+    python reproduce.py all                  every table below, 3 seeds (8.5 hours on two cores)
+    python reproduce.py NAME ...             some of them (minutes on two cores):
+        table1           55  paper 1, Table 1: shortcut x init x optimizer, lr searched per row
+        constants        11  paper 1: alpha, beta and c, one at a time
+        dino             75  paper 1: self-distillation, dense prediction and object discovery, depth
+        lm               75  paper 2: language models, shortcut x optimizer x temperature, and their quantisation
+        mae              65  paper 3: masked autoencoders, decay and its ablations, probed at every layer
+        mae-depth        27  paper 3: alpha_eff at 6 and 18 layers
+        early-rank       17  paper 3: effective rank epoch by epoch
+        contrastive       9  paper 3: decay without reconstruction
+        sit              30  paper 3: flow matching with decayed shortcuts
+        vit-optimizers   30  beyond: Muon, KL-Shampoo and paper 2's init on paper 1's network
+        lm-beyond        24  beyond: decayed shortcuts and paper 1's init in paper 2's network
+        four-bit         12  beyond: 4-bit weights, coarse and fine scales, GPTQ
+        lm-gap           30  beyond: what moves the skipless language model's loss
+        augmented        15  beyond: Table 1's best cells with crops
+        depth 15, targets 14, tiny 15   beyond: the rule that chooses the constants: 24 layers, its targets, another size
+    python reproduce.py claims               no run: the verdicts anew, from what is recorded
+    python reproduce.py NAME --dry-run       the runs that remain, and how long they take
 
-Finished runs are kept in results/<claim>.json, so that a killed reproduction continues and a table can grow. The table (results/<claim>.md)
-and the figure (results/<claim>.png) are drawn from that file alone.
+Finished runs are kept in results/<name>.json, so that a killed reproduction continues and a table can grow. Tables (results/<name>.md), figures, and
+the verdicts (results/claims.md and .json, by the rules in claims.py) are drawn from those files alone.
 """
 import datetime
 import functools
@@ -25,150 +34,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tqdm import tqdm
 
+import claims
 import runtime
+from claims import ABLATIONS, METRICS, QUICK, TABLES, UNTRAINED, spread
 
 HERE = Path(__file__).resolve().parent
-
-# One entry per cell: label, flags, the paper's number. `lrs` is where the search starts; it moves on while the best lies at an end.
-ADAMW, SOAP = dict(opt="adamw", lrs=[3e-4, 1e-3, 3e-3]), dict(opt="soap", lrs=[3e-4, 1e-3, 3e-3])
-CLAIMS = {
-    "table1": dict(
-        title="Paper 1, Table 1: supervised ViT, top-1 %",
-        script="train_vit.py", search="--holdout 0.2 --epochs 5", final="",
-        cells=[
-            dict(name="residual, default init, AdamW", flags="--shortcut residual --init default", paper=80.3, **ADAMW),
-            dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=80.1, **SOAP),
-            dict(name="residual, paper init, AdamW", flags="--shortcut residual --init paper", paper=None, **ADAMW),
-            dict(name="residual, paper init, SOAP", flags="--shortcut residual --init paper", paper=None, **SOAP),
-            dict(name="skipless, default init, AdamW", flags="--shortcut skipless --init default", paper=61.4, **ADAMW),
-            dict(name="skipless, default init, SOAP", flags="--shortcut skipless --init default", paper=77.0, **SOAP),
-            dict(name="skipless, paper init, AdamW", flags="--shortcut skipless --init paper", paper=78.1, **ADAMW),
-            dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=80.8, **SOAP),
-            dict(name="skipless, auto init, AdamW", flags="--shortcut skipless --init auto", paper=None, **ADAMW),
-            dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
-            dict(name="skipless, ViT-B's constants (2, .6, 3), SOAP", flags="--shortcut skipless --init skipless --alpha 2 --beta 0.6 --c 3", paper=None, **SOAP),
-        ]),
-    "augmented": dict(
-        title="The best cells of Table 1 with crops (--augment light), lr as found there, top-1 %",
-        script="train_vit.py", search=None, final="--augment light",
-        cells=[
-            dict(name="residual, default init, AdamW", flags="--shortcut residual --init default", paper=80.3, opt="adamw", lrs=[3e-3]),
-            dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=80.1, opt="soap", lrs=[3e-3]),
-            dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=80.8, opt="soap", lrs=[1e-3]),
-            dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, opt="soap", lrs=[1e-3]),
-        ]),
-    "depth": dict(
-        title="Twice the depth: 24 layers, 5 epochs, lr of 12 layers, top-1 %",
-        script="train_vit.py", search=None, final="--depth 24 --epochs 5",
-        cells=[
-            dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=None, opt="soap", lrs=[3e-3]),
-            dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=None, opt="soap", lrs=[1e-3]),
-            dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, opt="soap", lrs=[1e-3]),
-        ]),
-    "targets": dict(
-        title="The targets of the rule: nano, 5 epochs, lr 1e-3, validated on a fifth of the training set, top-1 %",
-        script="train_vit.py", search=None, final="--holdout 0.2 --epochs 5",
-        cells=[dict(name=f"skipless, {name}, SOAP", flags=f"--shortcut skipless --init skipless --alpha {a} --beta {b} --cancel-mean {share}", paper=None,
-                    opt="soap", lrs=[1e-3]) for name, a, b, share in (
-            ("(1, 2), GELU's mean kept", 1, 2, 0), ("(1, 2), GELU's mean cancelled", 1, 2, 1),          # the two ends
-            ("diagonal .98, cosine .95", .634, 1.269, .367), ("diagonal .95, cosine .95", .482, .963, .535),      # choose_constants(96, 3, 17, 12, ...)
-            ("diagonal .90, cosine .95", .388, .776, .729), ("diagonal .80, cosine .95", .302, .605, 1))]),
-    "tiny": dict(
-        title="Constants at size tiny (heads of 64), 3 epochs, lr not searched, top-1 %",
-        script="train_vit.py", search=None, final="--size tiny --epochs 3",
-        cells=[dict(name=f"skipless, ({a:g}, {b:g}, 3), SOAP", flags=f"--shortcut skipless --init skipless --alpha {a:g} --beta {b:g} --c 3", paper=None,
-                    opt="soap", lrs=[1e-3]) for a, b in ((1.8, 1), (1, 2))]),
-}
-
-
-# Paper 2 at laptop scale: 12 layers of 128, bytes, 300 steps of 1,024 tokens. With a temperature the constants and the lr are those without.
-FREE, TEMPERATURE = "--shortcut skipless --init auto", "--shortcut skipless --init residual-free --alpha-qk 4.1 --temperature-beta 1.1"
-CLAIMS["lm"] = dict(
-    title="Paper 2, language models: loss (nats per byte), what quantisation adds to it, and how Gaussian activations are",
-    script="train_lm.py", search="--steps 200 --eval-every 200 --sample-tokens 0", final="--eval-every 300 --sample-tokens 0",
-    cells=[dict(name=f"residual, {label}", flags="--shortcut residual --init default", opt=opt, lrs=lrs)
-           for label, opt, lrs in (("AdamW", "adamw", [1e-3, 3e-3, 1e-2]), ("KL-Shampoo", "kl-shampoo", [1e-3, 3e-3, 1e-2]),
-                                   ("SOAP", "soap", [1e-3, 3e-3, 1e-2]), ("Muon", "muon", [1e-3, 3e-3, 1e-2]))]
-    + [dict(name=f"skipless, {label}", flags=FREE, opt=opt, lrs=lrs)
-       for label, opt, lrs in (("KL-Shampoo", "kl-shampoo", [3e-3, 1e-2, 3e-2]), ("SOAP", "soap", [1e-3, 3e-3, 1e-2]), ("Muon", "muon", [1e-3, 3e-3, 1e-2]),
-                               ("AdamW", "adamw", [3e-4, 1e-3, 3e-3]))]
-    + [dict(name=f"skipless, temperature 1.1, {label}", flags=TEMPERATURE, opt=opt, lrs=f"skipless, {label}")
-       for label, opt in (("KL-Shampoo", "kl-shampoo"), ("SOAP", "soap"), ("Muon", "muon"), ("AdamW", "adamw"))]
-    + [dict(name="skipless, the paper's constants, KL-Shampoo", flags="--shortcut skipless --init paper --temperature-beta 1.1", opt="kl-shampoo", lrs=[3e-3, 1e-2, 3e-2])])
-
-# What could close the full-precision gap, one change at a time from the skipless net with SOAP. The lr is that of "lm", not searched again.
-CLAIMS["lm-gap"] = dict(
-    title="What moves the skipless language model's loss: 200 steps, SOAP, lr 3e-3",
-    script="train_lm.py", search=None, final="--steps 200 --eval-every 200 --sample-tokens 0",
-    cells=[dict(name=f"skipless, {name}", flags=f"--shortcut skipless {flags}", opt="soap", lrs=[3e-3]) for name, flags in (
-        ("the rule: alpha_qk 4.1", "--init auto"), ("alpha_qk 2", "--alpha-qk 2"), ("alpha_qk 7", "--alpha-qk 7"),
-        ("all of GELU's mean off", "--init auto --center 1"),
-        ("looks-linear MLP", "--alpha-qk 4.1 --mlp-init looks-linear"), ("MLP gain: alpha_u .3", "--alpha-qk 4.1 --alpha-u 0.3"),
-        ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"))])
-
-# Paper 3, masked autoencoders. `paper` is its linear probe on ImageNet-100 (ViT-B/16). One lr for all rows, as in the paper: near the best reconstruction of both
-# the original and the decayed net (searches without labels, on a fifth of the training set, are in results/mae.json).
-MAE = dict(paper=None, opt="adamw", lrs=[1.5e-3])
-CLAIMS["mae"] = dict(
-    title="Paper 3, masked autoencoders on scenes, 4 epochs: frozen features probed at every layer",
-    script="train_mae.py", search=None, final="--epochs 4 --knn-every 0 --eval-every 1000000",
-    cells=[dict(MAE, name=name, flags=flags, paper=paper) for name, flags, paper in (
-        ("residual, original MAE", "--plain", None),
-        ("residual, long skips", "--shortcut residual", 76.5),
-        ("decayed to .8", "--alpha-min 0.8", None),
-        ("decayed to .7", "--alpha-min 0.7", None),
-        ("decayed to .6", "--alpha-min 0.6", 83.6),
-        ("decayed to .5", "--alpha-min 0.5", None),
-        ("decayed to .5, no zero init", "--alpha-min 0.5 --no-zero-init", None),
-        ("decayed to .6, attention only", "--alpha-min 0.6 --decay-on attn", 79.3),
-        ("decayed to .6, MLP only", "--alpha-min 0.6 --decay-on mlp", 80.6),
-        ("decayed to .6, no long skips", "--alpha-min 0.6 --no-long-skips", 61.5),
-        ("decayed to .6, cosine schedule", "--alpha-min 0.6 --schedule cosine", 82.8),
-        ("decayed, weights learned from 1", "--alpha-min 1 --learn-alphas", 79.5),
-        ("residual, both branches x sqrt(.5)", "--shortcut residual --scaling both", 82.6),
-        ("residual, only f x sqrt(.5)", "--shortcut residual --scaling branch", 76.9))])
-ABLATIONS = [c["name"] for c in CLAIMS["mae"]["cells"] if any(word in c["name"] for word in ("only", "no zero", "no long", "cosine", "learned", "both"))]
-
-# Paper 3, flow matching. `paper` is its FID on ImageNet-1k at 256 px, SiT-XL/2 after 400k steps. Samples are judged by the features of a ViT of ours.
-JUDGE, SIT = "out/judge-mnist5k", "--data mnist5k --patch-size 7 --samples 0 --eval-every 1000000"
-CLAIMS["sit"] = dict(
-    title="Paper 3, flow matching on digits, 600 steps; loss, Frechet distance of 1,000 samples, frozen features probed at every layer",
-    script="train_sit.py", search=f"{SIT} --holdout 0.2 --steps 300",
-    final=f"{SIT} --steps 600 --frechet {JUDGE}/ckpt.pt --frechet-set train --measure-samples 1000", needs={JUDGE: "train_vit.py --opt soap --epochs 5"},
-    cells=[dict(name="residual, no long skips", flags="--shortcut residual --no-long-skips", paper=17.2, opt="adamw", lrs=[1e-3, 3e-3]),
-           dict(name="residual, long skips", flags="--shortcut residual", paper=16.5, opt="adamw", lrs=[1e-3, 3e-3]),
-           dict(name="decayed to .8, long skips", flags="--alpha-min 0.8", paper=11.8, opt="adamw", lrs=[1e-3, 3e-3]),
-           dict(name="decayed to alpha_eff .005, long skips", flags="--alpha-eff 0.005", paper=None, opt="adamw", lrs=[1e-3, 3e-3]),
-           dict(name="residual, long skips, the lr of that row", flags="--shortcut residual", paper=None, opt="adamw", lrs=[3e-3])])
-
-# Paper 1, self-supervised. `paper` is its linear segmentation of VOC2012, mIoU of a single layer (AdamW), and its TokenCut on VOC2012, CorLoc (SOAP): ViT-S/16, 300
-# epochs of ImageNet-1k. The lr is searched without labels, by the information that teacher and student share about held-out images: 0 in a collapse.
-UNTRAINED = dict(lrs=[1e-12], opt="adamw", paper=None, seeds=1)
-CLAIMS["dino"] = dict(
-    title="Paper 1, self-distillation on emoji, 6 epochs; frozen features on composites: linear segmentation and object discovery by layer",
-    script="train_dino.py", search="--holdout 0.2 --epochs 3 --knn-every 0 --eval-every 1000000", final="--knn-every 6 --eval-every 1000000",
-    cells=[dict(UNTRAINED, name="residual, untrained", flags="--epochs 0.05 --shortcut residual"), dict(UNTRAINED, name="skipless, untrained, auto init", flags="--epochs 0.05 --skipless --init auto"),
-           dict(UNTRAINED, name="skipless, untrained", flags="--epochs 0.05 --skipless"),
-           dict(name="residual, AdamW", flags="--shortcut residual", paper="56.3 / -", opt="adamw", lrs=[3e-4, 1e-3, 3e-3]),
-           dict(name="residual, SOAP", flags="--shortcut residual", paper="- / 49.4", opt="soap", lrs=[3e-4, 1e-3, 3e-3]),
-           dict(name="skipless, AdamW", flags="--skipless", paper="62.3 / -", opt="adamw", lrs=[1e-4, 3e-4, 1e-3]),
-           dict(name="skipless, SOAP", flags="--skipless", paper="- / 63.2", opt="soap", lrs=[3e-4, 1e-3, 3e-3]),
-           dict(name="skipless, auto init, SOAP", flags="--skipless --init auto", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
-           dict(name="skipless, class token, SOAP", flags="--skipless --pool token", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
-           dict(name="residual, class token, SOAP", flags="--shortcut residual --pool token", paper=None, opt="soap", lrs="residual, SOAP", seeds=1)]
-    + [dict(name=f"{name}, {depth} layers, SOAP", flags=f"{flags} --depth {depth}", paper=None, opt="soap", lrs=f"{name}, SOAP", seeds=1)
-       for depth in (6, 9) for name, flags in (("residual", "--shortcut residual"), ("skipless", "--skipless"))])
-
-# What decides: the record's entry that the lr search compares, that the table shows, and its sign where less is better; a worse score than `useless` is no
-# progress. A language model is searched on the loss of its last quarter of training, since batches of the first epoch are new to it.
-METRICS = {"train_vit.py": dict(search="val_top1", final="val_top1", sign=1, useless=15), "train_lm.py": dict(search="tail_loss", final="val_loss", sign=-1, useless=-3),
-           "train_mae.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-0.95), "train_sit.py": dict(search="val_loss", final="val_loss", sign=-1, useless=-1),
-           "train_dino.py": dict(search="shared_information", final="shared_information", sign=1, useless=0.05)}
 
 
 def command(claim, cell, lr, seed, extra=""):
@@ -184,6 +60,7 @@ def python(command_line, out):
 def run(command_line, after=None):
     """Run one command in a folder of its own; return its measurements, and those of after(folder), a dict. Raises RuntimeError with the script's own words."""
     with tempfile.TemporaryDirectory() as out:
+        start = time.monotonic()
         done = python(command_line, out)
         log = Path(out, "log.jsonl")
         rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -192,7 +69,7 @@ def run(command_line, after=None):
             return dict(record, diverged=done.stderr.strip())
         if done.returncode:
             raise RuntimeError(f"{command_line}\n{done.stderr}")
-        record.update(after(out) if after else {})
+        record.update(after(out) if after else {}, seconds=round(time.monotonic() - start))
     losses = [r["loss"] for r in rows if "loss" in r]
     last_quarter = losses[-(-3 * len(losses) // 4):] or losses[-1:]
     for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor",
@@ -203,24 +80,37 @@ def run(command_line, after=None):
                 model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
 
 
+def measure(line, out, name):
+    """Run a measurement of the checkpoint in a folder; return what it wrote of it to <folder>/<name>.json."""
+    done = python(line, out)
+    if done.returncode:
+        raise RuntimeError(f"{line}\n{done.stderr}")
+    return json.loads(Path(out, f"{name}.json").read_text())["checkpoints"][0]
+
+
 def quantize(out):
     """The run's checkpoint through quantize.py: loss per precision, kurtosis of every block's output, SQNR of the Linears' inputs at 8 bits."""
-    done = python(f"quantize.py --ckpt {out}/ckpt.pt --bits 12 8 6 4 --eval-tokens 32768", out)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    measured = json.loads(Path(out, "quantize.json").read_text())["checkpoints"][0]
+    measured = measure(f"quantize.py --ckpt {out}/ckpt.pt --bits 12 8 6 4 --eval-tokens 32768", out, "quantize")
     return dict(quantized=dict(loss={row["precision"]: row["loss"] for row in measured["rows"]}, sqnr8_mean=measured["sqnr8_mean"], sqnr8_min=measured["sqnr8_min"],
                                kurtosis=[layer["excess_kurtosis"] for layer in measured["stats"]["block_output"]]))
+
+
+def four_bit(out):
+    """As `quantize`, with weights of 4 bits: the loss by activation width, by scales (of weights, of activations) and rounding."""
+    measured = {}
+    for weights, acts, rounding in (("tensor", "tensor", ""), ("channel", "tensor", ""), ("channel", "token", ""), ("channel", "token", "gptq")):
+        found = measure(f"quantize.py --ckpt {out}/ckpt.pt --weight-bits 4 --bits 8 4 --weight-granularity {weights} --act-granularity {acts} "
+                        f"--weight-rounding {rounding or 'nearest'} --eval-tokens 32768", out, "quantize")
+        measured[", ".join(filter(None, (weights, acts, rounding)))] = {row["precision"].split()[0]: row["loss"] for row in found["rows"]}
+    return dict(four_bit=measured)
 
 
 def probe(out, sets):
     """The run's checkpoint through probe.py, by layer: k-NN (k = 20) and linear probe in %, effective rank, norm. sets: (data, linear probe) pairs."""
     probed = {}
     for name, linear in sets:
-        done = python(f"probe.py layers --ckpt {out} --data {name} --k 20 --linear {linear} --cache {out}/features", out)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        rows = [r for r in json.loads(Path(out, "probe.json").read_text())["checkpoints"][0]["layers"] if r["layer"] != "final norm"]
+        found = measure(f"probe.py layers --ckpt {out} --data {name} --k 20 --linear {linear} --cache {out}/features", out, "probe")
+        rows = [r for r in found["layers"] if r["layer"] != "final norm"]
         probed[name] = dict(knn=[100 * r["knn"]["20"] for r in rows], linear=[100 * r["linear"] for r in rows],
                             effective_rank=[r["effective_rank"] for r in rows], norm=[r["norm"] for r in rows])
     return dict(probed=probed)
@@ -228,21 +118,16 @@ def probe(out, sets):
 
 def dense(out):
     """`probe` on emoji, then linear segmentation and TokenCut of the composites at 64 px, by layer, in %: what a checkpoint of train_dino.py goes through."""
-    measured = {}
-    for what in ("seg", "tokencut"):
-        done = python(f"probe.py {what} --ckpt {out} --data composites --img-size 64 --layers all", out)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        measured[what] = json.loads(Path(out, f"{what}.json").read_text())["checkpoints"][0]
-    single, multi = ([100 * r["miou"] for r in measured["seg"]["rows"] if (len(r["layers"]) > 1) == many] for many in (False, True))
-    cut = measured["tokencut"]
-    return dict(probe(out, [("emoji", "lbfgs")]), dense=dict(miou=single, miou_multi=multi[0], miou_background=100 * measured["seg"]["baseline"]["miou"],
+    seg, cut = (measure(f"probe.py {what} --ckpt {out} --data composites --img-size 64 --layers all", out, what) for what in ("seg", "tokencut"))
+    single, multi = ([100 * r["miou"] for r in seg["rows"] if (len(r["layers"]) > 1) == many] for many in (False, True))
+    return dict(probe(out, [("emoji", "lbfgs")]), dense=dict(miou=single, miou_multi=multi[0], miou_background=100 * seg["baseline"]["miou"],
                                                              corloc=[100 * r["corloc"] for r in cut["rows"]], corloc_centre=100 * cut["centre"], corloc_whole=100 * cut["whole"]))
 
 
 # What a final run's checkpoint goes through. The scenes have 7 groups and 81 subgroups.
 AFTER = {"train_lm.py": quantize, "train_mae.py": functools.partial(probe, sets=(("scenes", "lbfgs"), ("scenes-subgroups", "ridge"))),
-         "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"),)), "train_dino.py": dense}
+         "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"),)), "train_dino.py": dense,
+         "emoji": functools.partial(probe, sets=(("emoji", "lbfgs"),)), "four_bit": four_bit}
 
 
 def hardware():
@@ -290,7 +175,7 @@ def best_lr(cell, results, metric=METRICS["train_vit.py"]):
         value = results.final(search_key(cell, lr), metric=metric["search"])
         return -math.inf if math.isnan(value) else metric["sign"] * value
     if isinstance(cell["lrs"], str):                               # the cell whose lr this one takes over
-        claims = sorted(CLAIMS.values(), key=lambda claim: cell not in claim["cells"])     # its own claim first: cells of others may have the same name
+        claims = sorted(TABLES.values(), key=lambda claim: cell not in claim["cells"])     # its own claim first: cells of others may have the same name
         other = next(c for claim in claims for c in claim["cells"] if c["name"] == cell["lrs"])
         return best_lr(other, results, metric)[0], []
     lrs = list(cell["lrs"])
@@ -319,41 +204,38 @@ def pending(claim, results, seeds):
     return sorted(jobs, key=lambda job: (job[0].startswith("final"), int(job[0].split()[-1]) if job[0].startswith("final") else 0))
 
 
+def finished(claim, results, seeds, key):
+    """(cell, lr, its final runs, those that hold what `key` names) of every cell that has a run and whose lr is known."""
+    for cell in claim["cells"]:
+        lr, _ = best_lr(cell, results, METRICS[claim["script"]])
+        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
+        if runs and lr is not None:
+            yield cell, lr, runs, [r for r in runs if key in r]
+
+
+def markdown(heads, rows):
+    return "\n".join([f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
 def table(claim, results, seeds):
     """The Markdown table, from the recorded runs alone."""
-    lines = ["| cell | paper | ours, mean ± std | seeds | lr |", "|---|---|---|---|---|"]
-    for cell in claim["cells"]:
-        values = [v for s in range(seeds) if (v := results.final(final_key(cell, s))) is not None]
-        lr, _ = best_lr(cell, results)
-        if values and lr is not None:
-            lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {spread(values)} | {len(values)} | {lr:g} |")
-    return "\n".join(lines) + "\n"
-
-
-def spread(values, digits=1, sign=""):
-    """mean ± std; a run that diverged is counted, not averaged."""
-    good = [v for v in values if not math.isnan(v)]
-    shown = f"{statistics.mean(good):{sign}.{digits}f}" if good else "-"
-    shown += f" ± {statistics.stdev(good):.{digits}f}" if len(good) > 1 else ""
-    return shown + (f", {len(values) - len(good)} diverged" if len(good) < len(values) else "")
+    rows = []
+    for cell, lr, runs, _ in finished(claim, results, seeds, "val_top1"):
+        rows.append([cell["name"], str(cell["paper"] or "-"), spread([(r.get("val_top1") or [math.nan])[-1] for r in runs]), str(len(runs)), f"{lr:g}"])
+    return markdown(["cell", "paper", "ours, mean ± std", "seeds", "lr"], rows)
 
 
 def lm_table(claim, results, seeds):
     """As `table`, for language models: validation loss, what each activation width adds to it, and how Gaussian the blocks' outputs are."""
-    lines = ["| cell | val loss | A12 | A8 | A6 | A4 | kurtosis at ⅔ depth | largest | SQNR at 8 bits, dB | isometry drift | seeds | lr |", "|" + "---|" * 12]
-    for cell in claim["cells"]:
-        lr, _ = best_lr(cell, results, METRICS["train_lm.py"])
-        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
-        if not runs or lr is None:
-            continue
-        good = [r for r in runs if "quantized" in r]
+    rows = []
+    for cell, lr, runs, good in finished(claim, results, seeds, "quantized"):
         shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 3)]
         shown += [spread([r["quantized"]["loss"][f"W8A{bits}"] - r["quantized"]["loss"]["float32"] for r in good], 3, "+") for bits in (12, 8, 6, 4)]
         kurtosis = [r["quantized"]["kurtosis"] for r in good]
         shown += [spread([k[round(len(k) * 2 / 3) - 1] for k in kurtosis], 2), spread([max(k) for k in kurtosis], 2)]
         shown += [spread([r["quantized"]["sqnr8_mean"] for r in good], 1), spread([r["isometry_drift"][-1] for r in good], 2)]
-        lines.append(f"| {cell['name']} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
-    return "\n".join(lines) + "\n"
+        rows.append([cell["name"], *shown, str(len(runs)), f"{lr:g}"])
+    return markdown(["cell", "val loss", "A12", "A8", "A6", "A4", "kurtosis at ⅔ depth", "largest", "SQNR at 8 bits, dB", "isometry drift", "seeds", "lr"], rows)
 
 
 def by_layer(runs, data, measure):
@@ -362,45 +244,62 @@ def by_layer(runs, data, measure):
     return [statistics.mean(v) for v in zip(*curves)], curves
 
 
-PROBED = {"train_mae.py": dict(data="scenes", paper="paper, linear"), "train_sit.py": dict(data="mnist5k", paper="paper, FID")}
+PROBED = {"train_mae.py": dict(data="scenes", paper="paper, linear"), "train_sit.py": dict(data="mnist5k", paper="paper, FID"), "train_dino.py": dict(data="emoji", paper="paper")}
 
 
 def probed_table(claim, results, seeds):
-    """As `table`, for paper 3: what frozen features know. The best layer is that of the mean over seeds. Masked autoencoders have subgroups and norms beside
-    it, flow matching the Fréchet distance."""
-    script, how = claim["script"], PROBED[claim["script"]]
-    flow = script == "train_sit.py"
+    """As `table`, for frozen features by layer. The best layer is that of the mean over seeds. Masked autoencoders have subgroups beside it, flow matching
+    the Fréchet distance in the place of norms."""
+    how = PROBED[claim["script"]]
+    flow, mae = (claim["script"] == f"train_{kind}.py" for kind in ("sit", "mae"))
     heads = ["cell", how["paper"], "val loss", *["Fréchet distance (ViT features)"] * flow, "k-NN, best layer", "last layer", "linear, best layer", "last layer",
-             *["subgroups, k-NN"] * (not flow), "effective rank, last layer", *["norm, last layer / embedding"] * (not flow), "alpha_eff", "seeds", "lr"]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for cell in claim["cells"]:
-        lr, _ = best_lr(cell, results, METRICS[script])
-        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
-        good = [r for r in runs if "probed" in r]
-        if not good or lr is None:
+             *["subgroups, k-NN"] * mae, "effective rank, last layer", *["norm, last layer / embedding"] * (not flow), "alpha_eff", "seeds", "lr"]
+    rows = []
+    for cell, lr, runs, good in finished(claim, results, seeds, "probed"):
+        if not good:
             continue
         best = []
-        for data, measure in ((how["data"], "knn"), (how["data"], "linear"), *[(how["data"] + "-subgroups", "knn")] * (not flow)):
+        for data, measure in ((how["data"], "knn"), (how["data"], "linear"), *[(how["data"] + "-subgroups", "knn")] * mae):
             mean, curves = by_layer(good, data, measure)
             top = max(range(len(mean)), key=lambda l: mean[l])
             best += [f"{spread([c[top] for c in curves])} ({top})", spread([c[-1] for c in curves])]
         rank, norm = (by_layer(good, how["data"], measure)[1] for measure in ("effective_rank", "norm"))
-        shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 4 if flow else 3), *[spread([r["frechet_vit"][-1] for r in good], 2) for _ in range(flow)],
-                 *best[:5 - flow], spread([c[-1] for c in rank], 2), *[spread([c[-1] / c[0] for c in norm], 1) for _ in range(not flow)], f"{good[0]['alpha_eff'][-1]:.2g}"]
-        lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {lr:g} |")
-    return "\n".join(lines) + "\n"
+        alpha = good[0].get("alpha_eff")
+        rows.append([cell["name"], str(cell["paper"] or "-"), spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 4 if flow else 3),
+                     *[spread([r["frechet_vit"][-1] for r in good], 2) for _ in range(flow)], *best[:4 + mae], spread([c[-1] for c in rank], 2),
+                     *[spread([c[-1] / c[0] for c in norm], 1) for _ in range(not flow)], f"{alpha[-1]:.2g}" if alpha else "-", str(len(runs)), f"{lr:g}"])
+    return markdown(heads, rows)
+
+
+def early_table(claim, results, seeds):
+    """As `table`: after every epoch the effective rank of the last layer and the k-NN of the best one, of train_mae.py's own look at each."""
+    rows, epochs = [], 0
+    for cell, _, runs, good in finished(claim, results, seeds, "val_knn"):
+        epochs = len(good[0]["val_knn"])
+        shown = [spread([r["effective_rank"][e][-1] for r in good], 2) for e in range(epochs)] + [spread([max(r["val_knn"][e]) for r in good]) for e in range(epochs)]
+        rows.append([cell["name"], *shown, str(len(runs))])
+    return markdown(["cell", *[f"{what}, epoch {e + 1}" for what in ("effective rank", "k-NN") for e in range(epochs)], "seeds"], rows)
+
+
+def four_bit_table(claim, results, seeds):
+    """As `table`: what rounding adds to the loss, by width and by scales."""
+    rows, heads = [], []
+    for cell, _, runs, good in finished(claim, results, seeds, "four_bit"):
+        found = [r["four_bit"] for r in good]
+        pairs = [(scales, width) for width in ("W4A8", "W4A4") for scales in found[0]]
+        heads = [f"{width}, {scales}" for scales, width in pairs]
+        shown = [spread([f[scales][width] - f[scales]["float32"] for f in found], 3, "+") for scales, width in pairs]
+        rows.append([cell["name"], spread([r["val_loss"][-1] for r in good], 3), *shown, str(len(runs))])
+    return markdown(["cell", "val loss", *heads, "seeds"], rows)
 
 
 def dense_table(claim, results, seeds):
     """As `table`, for DINO: the monitors of collapse, and what frozen patch features know, of the best layer by the mean over seeds, of the last, and of four layers."""
     heads = ["cell", "paper: mIoU / CorLoc", "shared information, nats", "feature std", "token cosine, last layer", "k-NN, best layer", "last layer", "mIoU, best layer", "last layer", "multi-scale",
              "CorLoc, best layer", "last layer", "seeds", "lr"]
-    lines, trivial = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)], None
-    for cell in claim["cells"]:
-        lr, _ = best_lr(cell, results, METRICS["train_dino.py"])
-        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
-        good = [r for r in runs if "dense" in r]
-        if not good or lr is None:
+    rows, trivial = [], None
+    for cell, lr, runs, good in finished(claim, results, seeds, "dense"):
+        if not good:
             continue
         trivial = good[0]["dense"]
         shown = [spread([r["shared_information"][-1] for r in good], 2), spread([r["feature_std"][-1] for r in good], 2), spread([r["token_cosine"][-1][-1] for r in good], 2)]
@@ -409,11 +308,11 @@ def dense_table(claim, results, seeds):
             top = max(range(len(mean)), key=lambda l: mean[l])
             shown += [f"{spread([c[top] for c in curves])} ({top + first})", spread([c[-1] for c in curves])]
         shown.insert(7, spread([r["dense"]["miou_multi"] for r in good]))
-        lines.append(f"| {cell['name']} | {cell['paper'] or '-'} | {' | '.join(shown)} | {len(runs)} | {'-' if cell.get('lrs') == UNTRAINED['lrs'] else f'{lr:g}'} |")
+        rows.append([cell["name"], cell["paper"] or "-", *shown, str(len(runs)), "-" if cell.get("lrs") == UNTRAINED["lrs"] else f"{lr:g}"])
     if trivial:
-        lines.append(f"| all background / centre box / whole image | - | - | - | - | - | - | {trivial['miou_background']:.1f} | - | - | "
-                     f"{trivial['corloc_centre']:.1f} / {trivial['corloc_whole']:.1f} | - | - | - |")
-    return "\n".join(lines) + "\n"
+        rows.append(["all background / centre box / whole image", *["-"] * 6, f"{trivial['miou_background']:.1f}", "-", "-",
+                     f"{trivial['corloc_centre']:.1f} / {trivial['corloc_whole']:.1f}", "-", "-", "-"])
+    return markdown(heads, rows)
 
 
 def dense_figure(claim, results, seeds, path):
@@ -461,6 +360,18 @@ def layers_figure(claim, results, seeds, path):
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     fig.savefig(path, dpi=130)
     plt.close(fig)
+
+
+COMPACT = {"lm": ("cell", "val loss", "A8", "A6", "kurtosis at ⅔ depth", "SQNR at 8 bits, dB", "seeds"),     # README's columns of the wide tables
+           "mae": ("cell", "paper, linear", "k-NN, best layer", "linear, best layer", "effective rank, last layer", "alpha_eff", "seeds")}
+
+
+def compact(name, text):
+    """A table as README shows it: of some, not all columns."""
+    rows = [line.strip("|").split("|") for line in text.splitlines()]
+    heads = [h.strip() for h in rows[0]]
+    kept = [heads.index(h) for h in COMPACT.get(name, heads)]
+    return "".join("|" + "|".join(row[i] for i in kept) + "|\n" for row in rows) if name in COMPACT else text
 
 
 def show_in_readme(name, text):
@@ -513,7 +424,7 @@ def figure(claim, results, seeds, path):
                 epochs = range(1, len(runs[0]) + 1)
                 axis.plot(epochs, [statistics.mean(v) for v in zip(*runs)], line, color=color, label=label(cell))
                 axis.fill_between(epochs, [min(v) for v in zip(*runs)], [max(v) for v in zip(*runs)], color=color, alpha=.15, lw=0)
-        axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP"}[opt], ylim=(0, 100))
+        axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP", "muon": "Muon", "kl-shampoo": "KL-Shampoo"}[opt], ylim=(0, 100))
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=.3)
         axis.legend(frameon=False, fontsize=7, loc="lower right")
@@ -522,53 +433,245 @@ def figure(claim, results, seeds, path):
     plt.close(fig)
 
 
-TABLES = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": probed_table, "train_sit.py": probed_table, "train_dino.py": dense_table}
-FIGURES = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": layers_figure, "train_sit.py": layers_figure, "train_dino.py": dense_figure}
+# ---------------------------------------------------------------------------------------------------------------------
+# One figure per paper, for the README: legible on white and on black.
+
+GREY, BLUE, ORANGE, GREEN, PINK, VIOLET = "#7d8590", "#2f81f7", "#d9701e", "#2da44e", "#db61a2", "#a371f7"
 
 
-def main(argv=None):
-    parser = runtime.Parser(description=__doc__)
-    parser.add_argument("claim", choices=list(CLAIMS), help="which claim")
-    parser.add_argument("--seeds", type=runtime.number(int, low=1), default=3, help="final runs per cell")
-    parser.add_argument("--jobs", type=runtime.number(int, low=1), default=os.cpu_count(), help="runs at a time, one thread each")
-    parser.add_argument("--list", action="store_true", help="show the runs that remain and stop")
-    parser.add_argument("--only", default="", help="only the cells whose name contains this text")
-    parser.add_argument("--results", default=str(HERE / "results"), help="folder for the JSON, the table and the figure")
-    args = parser.parse_args(argv)
-    whole = CLAIMS[args.claim]
-    claim = dict(whole, cells=[c for c in whole["cells"] if args.only in c["name"]])
-    if not claim["cells"]:
-        raise runtime.BadInput(f"--only {args.only!r} names no cell of {args.claim}: {'; '.join(c['name'] for c in whole['cells'])}")
-    folder = Path(args.results)
-    results = Results(folder / f"{args.claim}.json")
-    if args.list:
-        jobs = pending(claim, results, args.seeds)
-        print("\n".join(f"python {line}" for _, line in jobs) or "nothing remains")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for out, line in whole.get("needs", {}).items():               # a checkpoint that the runs themselves read
+def paper_figure(panels, path):
+    """panels: functions that each draw on one axis. Grey text on a transparent ground is legible in both of GitHub's themes."""
+    plt = runtime.pyplot()
+    parts = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color", "grid.color"
+    style = {"axes.facecolor": "none", "axes.grid": True, "axes.axisbelow": True, "grid.alpha": .3, "legend.frameon": False,
+             "font.size": 9.5, "legend.fontsize": 8.5, "axes.titlesize": 10.5}
+    with plt.rc_context(dict.fromkeys(parts, GREY) | style):
+        fig, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), layout="constrained")
+        for axis, panel in zip(axes, panels):
+            panel(axis)
+        fig.savefig(path, dpi=150, transparent=True)
+        plt.close(fig)
+
+
+def mean_curve(curves):
+    return [statistics.mean(v) for v in zip(*curves)]
+
+
+def paper1(e, path):
+    """Accuracy of shortcut x init x optimizer, and by epoch."""
+    nets = {"residual": "residual, default init", "residual\n+ init": "residual, paper init", "skipless": "skipless, default init", "skipless\n+ init": "skipless, paper init"}
+
+    def corners(axis):
+        for shift, opt, color in ((-.2, "AdamW", BLUE), (.2, "SOAP", ORANGE)):
+            values = [e(claims.TOP1, "table1", f"{net}, {opt}") for net in nets.values()]
+            spreads = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
+            bars = axis.bar([i + shift for i in range(len(nets))], [statistics.mean(v) for v in values], .38, yerr=spreads, color=color, ecolor=GREY, capsize=2, label=opt)
+            axis.bar_label(bars, fmt="%.0f", fontsize=8.5, color=GREY, padding=2)
+        axis.set(xticks=range(len(nets)), xticklabels=list(nets), ylabel="top-1, %", ylim=(0, 112), title="both halves are needed without shortcuts")
+        axis.legend(loc="upper center", ncols=2)
+
+    def epochs(axis):
+        for cell, color, style in (("residual, default init, AdamW", BLUE, "--"), ("residual, default init, SOAP", ORANGE, "--"), ("skipless, default init, SOAP", PINK, "-"),
+                                   ("skipless, paper init, AdamW", BLUE, "-"), ("skipless, paper init, SOAP", ORANGE, "-")):
+            curves = [r["val_top1"] for r in e.runs("table1", cell)]
+            axis.plot(range(1, len(curves[0]) + 1), mean_curve(curves), style, color=color, label=claims.label(cell).replace(" paper", ""))
+        axis.set(xlabel="epoch", title="validation accuracy by epoch", ylim=(0, 100))
+        axis.legend(loc="lower right")
+    paper_figure((corners, epochs), path)
+
+
+def paper2(e, path):
+    """Kurtosis by depth, and what the activations' bits cost."""
+    cells = [(f"{net}, {opt}", color, style) for net, style in (("residual", "--"), ("skipless", "-"))
+             for opt, color in (("AdamW", BLUE), ("KL-Shampoo", GREEN), ("SOAP", ORANGE), ("Muon", PINK))]
+
+    def kurtosis(axis):
+        for cell, color, style in cells:
+            curve = mean_curve([r["quantized"]["kurtosis"] for r in e.runs("lm", cell)])
+            axis.plot(range(1, len(curve) + 1), curve, style, color=color, label=cell)
+        axis.set(xlabel="block", ylabel="excess kurtosis", title="tails grow with depth, with residuals only")
+        axis.set_ylim(top=1.35 * axis.get_ylim()[1])                          # room for the legend
+        axis.legend(ncols=2, loc="upper left", columnspacing=1)
+
+    def cost(axis):
+        for cell, color, style in cells:
+            axis.plot([f"A{b}" for b in claims.COST], [statistics.mean(e(m, "lm", cell)) for m in claims.COST.values()], style, color=color, marker="o", ms=3)
+        axis.set(xlabel="bits of activations (weights 8)", ylabel="loss added, nats per byte", yscale="symlog", title="what rounding costs")
+        axis.set_yscale("symlog", linthresh=1e-3)
+    paper_figure((kurtosis, cost), path)
+
+
+def paper3(e, path):
+    """k-NN by layer, and effective rank beside it by alpha_min."""
+    cells = dict(zip(claims.ALPHAS, ("1", ".8", ".7", ".6", ".5")))
+
+    def layers(axis):
+        for cell, color in zip(cells, (GREY, BLUE, GREEN, ORANGE, PINK)):
+            curve = mean_curve([r["probed"]["scenes"]["knn"] for r in e.runs("mae", cell)])
+            axis.plot(range(len(curve)), curve, color=color, label=f"alpha_min {cells[cell]}" + ", plain shortcuts" * (cells[cell] == "1"), lw=2.4 if cells[cell] == ".6" else 1.2)
+        axis.set(xlabel="layer (0: embedding)", ylabel="k-NN, %", title="what frozen features know")
+        axis.legend(loc="upper left")
+
+    def rank(axis):
+        axis.set(title="rank falls as the shortcut decays", xlabel="alpha_min", xticks=range(len(cells)), xticklabels=cells.values())
+        for side, shift, measure, color, text in ((axis, -.06, claims.RANK, VIOLET, "effective rank of the last layer, nats"),
+                                                  (axis.twinx(), .06, claims.KNN, ORANGE, "k-NN of the best layer, %")):
+            values = [e(measure, "mae", cell) for cell in cells]
+            side.errorbar([i + shift for i in range(len(cells))], [statistics.mean(v) for v in values], [statistics.stdev(v) if len(v) > 1 else 0 for v in values], fmt="o-", ms=4, capsize=3, color=color)
+            side.set_ylabel(text, color=color)
+            side.grid(False)
+    paper_figure((layers, rank), path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+SHOW = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": probed_table, "train_sit.py": probed_table, "train_dino.py": dense_table,
+        "early-rank": early_table, "four-bit": four_bit_table, "contrastive": probed_table}
+DRAW = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": layers_figure, "train_sit.py": layers_figure, "train_dino.py": dense_figure,
+        "early-rank": None, "four-bit": None, "contrastive": layers_figure}
+
+
+def outlook(claim, results, seeds):
+    """(runs that remain, seconds of one of them): the final runs of cells whose lr is not yet known count too. A run takes what its like took, or what the table declares."""
+    jobs = pending(claim, results, seeds)
+    unknown = [c for c in claim["cells"] if best_lr(c, results, METRICS[claim["script"]])[0] is None]
+    known = [r["seconds"] for r in results.data["runs"].values() if "seconds" in r]
+    return len(jobs) + sum(min(seeds, c.get("seeds", seeds)) for c in unknown), statistics.mean(known) if known else 60 * claim["minutes"]
+
+
+def say_time(seconds):
+    return f"{seconds / 3600:.1f} hours" if seconds >= 5400 else f"{max(1, round(seconds / 60))} minutes"
+
+
+def complete(name, claim, results, seeds, jobs):
+    """Make the runs of a table that remain, `jobs` at a time, each kept as soon as it ends."""
+    for out, line in claim.get("needs", {}).items():               # a checkpoint that the runs themselves read
         if not (HERE / out / "ckpt.pt").exists() and (done := python(line, out)).returncode:
-            raise runtime.BadInput(f"{line} failed, and {args.claim} needs its checkpoint: {done.stderr.strip()}")
-    with ThreadPoolExecutor(args.jobs) as pool, tqdm(unit="run", desc=args.claim) as bar:
+            raise runtime.BadInput(f"{line} failed, and {name} needs its checkpoint: {done.stderr.strip()}")
+    after = AFTER.get(claim.get("after", claim["script"]))
+    with ThreadPoolExecutor(jobs) as pool, tqdm(unit="run", desc=name, total=outlook(claim, results, seeds)[0]) as bar:
         running = {}
         while True:
-            for key, line in pending(claim, results, args.seeds):
-                if key not in running.values() and len(running) < args.jobs:
-                    running[pool.submit(run, line, AFTER.get(claim["script"]) if key.startswith("final") else None)] = key
+            for key, line in pending(claim, results, seeds):
+                if key not in running.values() and len(running) < jobs:
+                    running[pool.submit(run, line, after if key.startswith("final") else None)] = key
             if not running:
                 break
+            left, seconds = outlook(claim, results, seeds)
+            bar.total = bar.n + left
+            bar.set_postfix_str(f"about {say_time(left * seconds / jobs)} left")
             done = next(as_completed(running))
             key = running.pop(done)
             results.put(key, done.result())
             bar.update()
             tqdm.write(f"{key}: {results.final(key, metric=METRICS[claim['script']]['final']):.4g}")
-    text = TABLES[claim["script"]](whole, results, args.seeds)                         # --only limits what runs, not what is shown
+
+
+def present(name, claim, results, seeds, folder):
+    """The table and the figure of what is recorded."""
+    text = SHOW.get(name, SHOW[claim["script"]])(claim, results, seeds)
     where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
-    (folder / f"{args.claim}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
+    (folder / f"{name}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
     if folder == HERE / "results":
-        show_in_readme(args.claim, text)
-    FIGURES[claim["script"]](whole, results, args.seeds, folder / f"{args.claim}.png")
+        show_in_readme(name, compact(name, text))
+    if draw := DRAW.get(name, DRAW[claim["script"]]):
+        draw(claim, results, seeds, folder / f"{name}.png")
     print(text)
+
+
+def recorded(folder):
+    """{table: its runs} of all that a folder holds, and "init": what `python init.py` wrote."""
+    data = {name: Results(folder / f"{name}.json").data["runs"] for name in TABLES if (folder / f"{name}.json").exists()}
+    return data | ({"init": json.loads((folder / "init.json").read_text())} if (folder / "init.json").exists() else {})
+
+
+def headlines(rows):
+    """README's first table: the claims that say most."""
+    return markdown(["paper", "it says", "ours, mean ± std", "verdict"], [[r["paper"], r["says"], r["headline"], r["verdict"]] for r in rows if r["headline"]])
+
+
+def count_verdicts(rows):
+    words = "reproduce", "in part", "do not at this scale", "not measured yet"
+    return f"{len(rows)} claims: " + ", ".join(f"{n} {word}" for v, word in zip(claims.VERDICTS, words) if (n := sum(r["verdict"] == v for r in rows))) + ".\n"
+
+
+def judged(folder):
+    """Every claim's verdict from what a folder holds: claims.json, claims.md, the README's table and a figure per paper."""
+    data = recorded(folder)
+    rows = [claims.judge(claim, data) for claim in claims.CLAIMS]
+    (folder / "claims.json").write_text(json.dumps(rows, indent=1) + "\n")
+    text = markdown(["paper", "it says", "ours, mean ± std", "verdict", "seeds", "again"],
+                    [[r["paper"], r["says"], r["ours"], r["verdict"], str(r["seeds"] or "-"), f"`{r['command']}`"] for r in rows])
+    hardware = sorted({h for r in rows for h in r["hardware"]})
+    (folder / "claims.md").write_text(f"# The papers' claims at laptop scale\n\n{text}\n" + "\n".join(hardware) + "\n")
+    if folder == HERE / "results":
+        show_in_readme("claims", headlines(rows))
+        show_in_readme("verdicts", count_verdicts(rows))
+    for draw in (paper1, paper2, paper3):
+        try:
+            draw(claims.Evidence(data), folder / f"{draw.__name__}.png")
+        except claims.NotMeasured:                                  # a picture of cells that nobody has run yet
+            continue
+    print(f"{folder / 'claims.md'}: {count_verdicts(rows)}", end="")
+
+
+def quick_table(folder):
+    """The short runs beside the recorded long ones: what the papers say, the order in one seed, the verdict of all."""
+    short, full = recorded(folder), recorded(HERE / "results")
+    rows = []
+    for claim in claims.QUICK_CLAIMS:
+        now, then = claims.judge(claim, short), claims.judge(claim, full)
+        rows.append([claim.paper, claim.says, now["ours"], "as said" if now["verdict"] in claims.VERDICTS[:2] else "otherwise", then["ours"], then["verdict"]])
+    return markdown(["paper", "it says", "short runs, seed 0", "order", "recorded, full", "verdict"], rows)
+
+
+def get_args(argv=None):
+    number = runtime.number
+    parser = runtime.Parser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="tables, or all, or claims (verdicts alone); none is the quick mode")
+    parser.add_argument("--seeds", type=number(int, low=1), default=3, help="final runs per cell")
+    parser.add_argument("--jobs", type=number(int, low=1), default=os.cpu_count(), help="runs at a time, one thread each")
+    parser.add_argument("--list", "--dry-run", action="store_true", help="show the runs that remain, with the time they take, and stop")
+    parser.add_argument("--only", default="", help="only the cells whose name contains this text")
+    parser.add_argument("--results", default=None, help="folder for JSON, tables and figures; None is results, or out/reproduce-quick in quick mode")
+    args = parser.parse_args(argv)
+    for name in args.names:
+        if name not in (*TABLES, "all", "claims"):
+            raise runtime.BadInput(f"there is no table {name!r}: give some of {', '.join(TABLES)}, or all, or claims")
+    args.quick = not args.names
+    args.tables = QUICK if args.quick else {name: TABLES[name] for name in (TABLES if "all" in args.names else args.names) if name != "claims"}
+    args.seeds = 1 if args.quick else args.seeds
+    args.folder = Path(args.results) if args.results else HERE / ("out/reproduce-quick" if args.quick else "results")
+    return args
+
+
+def main(argv=None):
+    args = get_args(argv)
+    work = {name: dict(table, cells=[c for c in table["cells"] if args.only in c["name"]]) for name, table in args.tables.items()}
+    for name, claim in work.items():
+        if not claim["cells"]:
+            raise runtime.BadInput(f"--only {args.only!r} names no cell of {name}: {'; '.join(c['name'] for c in args.tables[name]['cells'])}")
+    stored = {name: Results(args.folder / f"{name}.json") for name in work}
+    if args.list:
+        total = 0
+        for name, claim in work.items():
+            left, seconds = outlook(claim, stored[name], args.seeds)
+            total += left * seconds / args.jobs
+            print("\n".join([f"# {name}: {left} runs, about {say_time(left * seconds / args.jobs)}" if left else f"# {name}: nothing remains",
+                             *(f"python {line}" for _, line in pending(claim, stored[name], args.seeds))]))
+        print(f"# about {say_time(total)} in all, {args.jobs} at a time" if total else "nothing remains")
+        return
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name, claim in work.items():
+        complete(name, claim, stored[name], args.seeds, args.jobs)
+        if not args.quick:
+            present(name, args.tables[name], stored[name], args.seeds, args.folder)        # --only limits what runs, not what is shown
+    if args.quick:
+        text = quick_table(args.folder)
+        (args.folder / "quick.md").write_text(text)
+        print(text)
+    else:
+        judged(args.folder)
 
 
 if __name__ == "__main__":

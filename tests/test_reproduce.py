@@ -1,10 +1,13 @@
-"""The table is a function of the recorded runs alone, and the README shows exactly that table and commands that exist."""
+"""Tables and verdicts are functions of the recorded runs alone."""
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
+import claims
+import init
 import probe
 import reproduce
 import text
@@ -16,7 +19,6 @@ import train_vit
 from runtime import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
 SCRIPTS = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit, "train_dino.py": train_dino}
 
 
@@ -56,7 +58,7 @@ def test_a_diverged_run_counts_as_the_worst():
 
 
 def test_pending_runs_and_the_table_by_hand():
-    claim = dict(reproduce.CLAIMS["table1"], cells=[CELL])
+    claim = dict(claims.TABLES["table1"], cells=[CELL])
     results = searched(**{"0.001": 50, "0.003": 60, "0.01": 55})
     jobs = reproduce.pending(claim, results, seeds=3)
     assert [key for key, _ in jobs] == [f"final | a | seed {s}" for s in range(3)]
@@ -75,11 +77,11 @@ def test_a_diverged_seed_is_named_and_not_averaged():
     results = searched(**{"0.001": 50, "0.003": 60, "0.01": 55})
     for seed, values in enumerate(([93.0], [94.0], [])):
         results.data["runs"][f"final | a | seed {seed}"] = dict(val_top1=values)
-    assert "| 93.5 ± 0.7, 1 diverged | 3 |" in reproduce.table(dict(cells=[CELL]), results, 3)
-    assert "| 93.0 | 1 |" in reproduce.table(dict(cells=[CELL]), results, 1)
+    assert "| 93.5 ± 0.7, 1 diverged | 3 |" in reproduce.table(dict(cells=[CELL], script="train_vit.py"), results, 3)
+    assert "| 93.0 | 1 |" in reproduce.table(dict(cells=[CELL], script="train_vit.py"), results, 1)
 
 
-@pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
+@pytest.mark.parametrize("claim", claims.TABLES.values(), ids=list(claims.TABLES))
 def test_searches_never_look_at_what_the_table_shows(claim):
     """Images: a part of the training set is held out. Text: the loss of training batches, which are new to the net throughout the first epoch."""
     searches = [line for key, line in reproduce.pending(claim, Recorded({}), 3) if key.startswith("search")]
@@ -89,25 +91,25 @@ def test_searches_never_look_at_what_the_table_shows(claim):
             assert SCRIPTS[claim["script"]].get_args(line.split()[1:]).holdout > 0
         else:
             args = train_lm.get_args(line.split()[1:])
-            assert reproduce.METRICS["train_lm.py"]["search"] == "tail_loss"
+            assert claims.METRICS["train_lm.py"]["search"] == "tail_loss"
             assert args.steps * args.batch_size * args.block_size < 0.85 * len(text.load_text(args.data, args.tokenizer).train), "more than an epoch"
 
 
-@pytest.mark.parametrize("claim", reproduce.CLAIMS.values(), ids=list(reproduce.CLAIMS))
+@pytest.mark.parametrize("claim", (*claims.TABLES.values(), *claims.QUICK.values()), ids=[*claims.TABLES, *(f"quick {name}" for name in claims.QUICK)])
 def test_every_cell_is_a_valid_command(claim):
     for cell in claim["cells"]:
         args = SCRIPTS[claim["script"]].get_args(reproduce.command(claim, cell, 1e-3, 0, claim["final"]).split()[1:])
         assert args.opt == cell["opt"] and args.shortcut in cell["name"]
 
 
-@pytest.mark.parametrize("name", list(reproduce.CLAIMS))
-def test_the_readme_shows_the_recorded_table(name):
-    claim, path = reproduce.CLAIMS[name], ROOT / "results" / f"{name}.json"
+@pytest.mark.parametrize("name", list(claims.TABLES))
+def test_every_cell_has_a_run(name):
+    claim, path = claims.TABLES[name], ROOT / "results" / f"{name}.json"
+    if not path.exists():
+        pytest.skip("not run yet")
     results = Recorded({})
     results.data = json.loads(path.read_text())
-    table = reproduce.TABLES[claim["script"]](claim, results, 3).strip()
-    shown = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", README, re.S).group(1).strip()
-    assert shown == table
+    table = reproduce.SHOW.get(name, reproduce.SHOW[claim["script"]])(claim, results, 3).strip()
     missing = [cell["name"] for cell in claim["cells"] if not any(line.startswith(f"| {cell['name']} |") for line in table.splitlines())]
     assert not missing, "a cell has no run yet"
 
@@ -120,10 +122,10 @@ def test_the_language_model_table_by_hand():
         losses = dict(float32=loss, W8A12=loss, W8A8=loss + 0.1, W8A6=loss + 0.2 * (seed + 1), W8A4=loss + 1)
         results.data["runs"][f"final | a | seed {seed}"] = dict(val_loss=[9.0, loss], isometry_drift=[0.25], quantized=dict(
             loss=losses, kurtosis=kurtosis, sqnr8_mean=30.0 + seed, sqnr8_min=20.0))
-    row = reproduce.lm_table(dict(cells=[cell]), results, 3).splitlines()[-1]
+    row = reproduce.lm_table(dict(cells=[cell], script="train_lm.py"), results, 3).splitlines()[-1]
     assert row == "| a | 2.100 ± 0.141 | +0.000 ± 0.000 | +0.100 ± 0.000 | +0.300 ± 0.141 | +1.000 ± 0.000 | 2.00 ± 1.41 | 4.50 ± 0.71 | 30.5 ± 0.7 | 0.25 ± 0.00 | 2 | 0.001 |"
     results.data["runs"]["final | a | seed 2"] = dict(diverged="the loss is not finite")
-    assert "| 2.100 ± 0.141, 1 diverged | +0.000" in reproduce.lm_table(dict(cells=[cell]), results, 3)
+    assert "| 2.100 ± 0.141, 1 diverged | +0.000" in reproduce.lm_table(dict(cells=[cell], script="train_lm.py"), results, 3)
 
 
 def test_the_masked_autoencoders_table_by_hand():
@@ -154,8 +156,8 @@ def test_the_table_of_dense_features():
 
 def test_a_cell_takes_the_lr_of_its_own_claim():
     """Language models and DINO both have a cell "skipless, SOAP", with other lrs."""
-    cells = {c["name"]: c for c in reproduce.CLAIMS["dino"]["cells"]}
-    results, metric = Recorded({}), reproduce.METRICS["train_dino.py"]
+    cells = {c["name"]: c for c in claims.TABLES["dino"]["cells"]}
+    results, metric = Recorded({}), claims.METRICS["train_dino.py"]
     for lr, shared in ((3e-4, 0.7), (1e-3, 0.8), (3e-3, 0.5)):
         results.data["runs"][f"search | skipless, SOAP | lr {lr:g}"] = dict(shared_information=[shared])
     for name in ("skipless, auto init, SOAP", "skipless, 9 layers, SOAP"):
@@ -164,7 +166,7 @@ def test_a_cell_takes_the_lr_of_its_own_claim():
 
 
 def test_a_search_for_the_lowest_loss():
-    cell, metric = dict(CELL, name="a"), reproduce.METRICS["train_lm.py"]
+    cell, metric = dict(CELL, name="a"), claims.METRICS["train_lm.py"]
     results = Recorded({})
     for lr, loss in ((1e-3, 2.5), (3e-3, 2.2), (1e-2, None)):
         results.data["runs"][f"search | a | lr {lr:g}"] = dict(tail_loss=[loss]) if loss else dict(diverged="")
@@ -173,43 +175,253 @@ def test_a_search_for_the_lowest_loss():
     assert reproduce.best_lr(cell, results, metric) == (None, [3e-4])
 
 
-def train_commands():
-    """(script, flags) of every training command in README's code blocks."""
-    lines = re.findall(r"(train_\w+\.py)([^\n#`]*)", "\n".join(re.findall(r"```\n(.*?)```", README, re.S)))
-    return [(script, line.split()) for script, line in lines]
+# ---------------------------------------------------------------------------------------------------------------------
+# Claims and their verdicts.
+
+ORDERS = [c for c in (*claims.CLAIMS, *claims.QUICK_CLAIMS) if isinstance(c.rule, claims.Order)]
+REPRODUCES, PARTLY, NOT, UNKNOWN = claims.VERDICTS
 
 
-def test_the_readmes_commands_parse():
-    commands = train_commands()
-    assert len(commands) >= 8
-    for script, flags in commands:
-        if "--finetune" in flags:                                # whose checkpoint is not here: all that was parsed before is right
-            with pytest.raises(BadInput, match="^--finetune out/mae-base-.* is not a file"):
-                SCRIPTS[script].get_args(flags)
-        elif "--help" not in flags:
-            SCRIPTS[script].get_args(flags)
+def record(value):
+    """A run whose every measure is this value."""
+    layers = dict(knn=[value], linear=[value], effective_rank=[value], norm=[value])
+    losses = dict(float32=0.0, **{f"W8A{b}": value for b in (12, 8, 6, 4)})
+    trivial = dict(miou_background=value, corloc_centre=value, corloc_whole=value)
+    return dict(val_top1=[value], val_loss=[value], tail_loss=[value], isometry_drift=[value], frechet_vit=[value], shared_information=[value], feature_std=[value], token_cosine=[[value]],
+                effective_rank=[[value]], val_knn=[[value]], alpha_eff=[1.0], probed=dict.fromkeys(("scenes", "scenes-subgroups", "emoji", "mnist5k"), layers), hardware="by hand", date="today",
+                quantized=dict(kurtosis=[0.0, value, value], sqnr8_mean=value, loss=losses), dense=dict(trivial, miou=[value], corloc=[value], miou_multi=value),
+                four_bit={scales: dict(float32=0.0, W4A8=value, W4A4=value) for scales in ("tensor, tensor", "channel, token", "channel, token, gptq")})
 
 
-def test_the_readmes_probes_parse():
-    commands = re.findall(r"probe\.py([^\n#`]*)", "\n".join(re.findall(r"```\n(.*?)```", README, re.S)))
-    assert {"layers", "seg", "tokencut", "pca", "cluster"} <= {line.split()[0] for line in commands}
-    for line in commands:
-        probe.get_args(line.split())
+def by_hand(table, values):
+    """{cell: mean} as three runs each, .1 apart, so that one run's standard deviation is .1."""
+    data = {}
+    for cell, value in values.items():
+        where, name = cell.split(" | ") if " | " in cell else (table, cell)
+        for seed in range(3):
+            data.setdefault(where, {})[f"final | {name} | seed {seed}"] = record(value + 0.1 * (seed - 1))
+    return data
 
 
-@pytest.mark.parametrize("script, flags", [c for c in train_commands() if "--preset" not in c[1]], ids=lambda c: c if isinstance(c, str) else " ".join(c))
-def test_the_readmes_training_commands_run(script, flags, tmp_path, capsys):
-    short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--eval-tokens", "2048", "--sample-tokens", "5"],
-             "train_mae.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"], "train_sit.py": ["--steps", "2", "--samples", "4", "--sample-steps", "2"],
-             "train_dino.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"]}[script]
-    SCRIPTS[script].main([*flags, *short, "--warmup", "0", "--out", str(tmp_path), "--threads", "1"])
-    last = {"train_vit.py": r"^val top-1 \d+\.\d %$", "train_dino.py": r"^val k-NN \d+\.\d %$"}
-    assert re.search(last.get(script, r"^val loss \d+\.\d{4}$"), capsys.readouterr().out.splitlines()[-1])
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+def heights(pairs):
+    """Cells by rank, so that a stands above b in every pair (a, b)."""
+    cells = {c for pair in pairs for c in pair}
+    above = lambda c: max((1 + above(b) for a, b in pairs if a == c), default=0)
+    return {c: above(c) for c in cells}
 
 
-def test_the_readmes_two_commands_stand_alone():
-    """Each on one line, with its own set-up; .ci/run calls the second as printed."""
-    setup = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
-    assert f"```\n{setup}train_vit.py --skipless --opt soap\n```" in README
-    assert f"```\n{setup}-m pytest -q\n```" in README
+@pytest.mark.parametrize("claim", ORDERS, ids=lambda c: c.id)
+def test_every_comparison_can_end_in_each_verdict(claim):
+    rule, rank = claim.rule, heights(claim.rule.pairs)
+    steps = {claims.greater: (10, 0.05, -10), claims.no_less: (-0.05, -0.15, -10), claims.same: (0, 0.15, 10)}[rule.test]      # std of a run: .1
+    for step, expected in zip(steps, (REPRODUCES, PARTLY, NOT)):
+        row = claims.judge(claim, by_hand(rule.table, {c: 20 + step * r for c, r in rank.items()}))
+        assert (row["verdict"], row["seeds"], row["hardware"]) == (expected, 3, ["by hand"]), row["ours"]
+    assert claims.judge(claim, {})["verdict"] == UNKNOWN
+
+
+def test_one_seed_proves_nothing():
+    """Neither a difference nor its absence; and the wrong sign is still the wrong sign."""
+    a, b = [5.0], [1.0, 1.1, 1.2]
+    assert claims.greater(a, b) == 1 and claims.greater(b, a) == 0
+    assert claims.no_less(a, b) == 1 and claims.no_less(b, a) == 0
+    assert claims.same(a, b) == 1
+    assert claims.verdict([2, 1]) == PARTLY and claims.verdict([2, 0, 0]) == NOT and claims.verdict([2, 2]) == REPRODUCES
+
+
+def verdict_of(name, data):
+    row = claims.judge(next(c for c in claims.CLAIMS if c.id == name), data)
+    return row["verdict"], row["ours"]
+
+
+def test_the_rule_of_the_constants():
+    names = [c["name"] for c in claims.TABLES["constants"]["cells"]]
+    for drop, expected in ((0.05, REPRODUCES), (3, PARTLY), (6, NOT)):
+        verdict, ours = verdict_of("p1-constants", by_hand("constants", {n: 80.0 - drop * (i == 4) for i, n in enumerate(names)}))
+        assert verdict == expected
+    assert ours == "top-1 %: skipless, (1, 2, 3), SOAP 80.0 ± 0.1, worst of 6 changes skipless, (1, 4, 3), SOAP 74.0 ± 0.1"
+
+
+def test_the_rules_of_training_at_all():
+    spectral = {f"skipless, {o}": 2.0 for o in claims.SPECTRAL}
+    for adamw, expected in ((3.05, REPRODUCES), (2.3, PARTLY), (2.05, NOT)):
+        assert verdict_of("p2-coupling", by_hand("lm", spectral | {"skipless, AdamW": adamw}))[0] == expected
+    for loss, expected in ((2.0, REPRODUCES), (3.0, PARTLY), (3.2, NOT)):                 # 2.9, 3.0, 3.1: one run of three is below 3
+        assert verdict_of("p2-constants", by_hand("lm", {"skipless, the paper's constants, KL-Shampoo": loss}))[0] == expected
+
+
+def test_the_rules_of_conditioning():
+    def rows(default, vo, qk, both, auto, plus, b=1.0):
+        block = lambda k: [dict(kappa_K=k, kappa_B=b, kappa_K_plus_I=plus)]
+        return dict(init=dict(args=dict(seeds=3), rows={"default": block(default), "VO only": block(vo), "QK only": block(qk), "both": block(both), "auto": block(auto)}))
+    good, half, bad = rows(1e8, 1e6, 1e5, 5, 5, 1.1), rows(1e3, 1e3, 5, 50, 5, 100), rows(10, 10, 10, 20, 30, 11)
+    for name in ("p1-skip-conditions", "p1-init-conditions", "p1-proposition-2"):
+        assert [verdict_of(name, data)[0] for data in (good, half, bad)] == [REPRODUCES, PARTLY, NOT], name
+        assert verdict_of(name, {})[0] == UNKNOWN
+
+
+def test_the_rule_of_a_trend():
+    """Effective rank against log alpha_eff: 15 runs, so that .52 is the margin; .3 of noise leaves the sign, and nothing else."""
+    def runs(rank):
+        data = {}
+        for i, cell in enumerate(claims.ALPHAS):
+            for seed in range(3):
+                data[f"final | {cell} | seed {seed}"] = dict(alpha_eff=[10.0 ** -i], probed=dict(scenes=dict(effective_rank=[rank(i, seed)])))
+        return dict(mae=data)
+    assert verdict_of("p3-rank", runs(lambda i, s: 5 - i + 0.1 * s)) == (REPRODUCES, "correlation of log10 alpha_eff and effective rank, last layer +1.00 over 15 runs")
+    verdict, ours = verdict_of("p3-rank", runs(lambda i, s: 5 - 0.2 * i + s))
+    assert verdict == PARTLY and "+0.33" in ours                         # covariance .4, variances 2 and .08 + 2/3
+    assert verdict_of("p3-rank", runs(lambda i, s: i + 0.1 * s))[0] == NOT
+    early = runs(lambda i, s: 0)["mae"]
+    for (key, r), (i, s) in zip(early.items(), [(i, s) for i in range(5) for s in range(3)]):
+        r.update(effective_rank=[[9.0, 5.0 - i], [9.0, 0.0]], val_knn=[[90.0, 90.0], [20.0 + i, 10.0]])        # the first epoch's rank, the last one's k-NN
+    assert verdict_of("p3-early-rank", {"early-rank": early})[0] == REPRODUCES
+
+
+@pytest.mark.parametrize("claim", (*claims.CLAIMS, *claims.QUICK_CLAIMS), ids=lambda c: c.id)
+def test_every_claim_names_what_exists(claim, monkeypatch, tmp_path):
+    table = claim.table or claim.rule.table
+    if table != "init":
+        names = {c["name"] for c in claims.TABLES[table]["cells"]}
+        cells = [c for pair in claim.rule.pairs for c in pair] if isinstance(claim.rule, claims.Order) else getattr(claim.rule, "cells", ())
+        for cell in cells:
+            where, _, name = cell.rpartition(" | ")
+            assert name in ({c["name"] for c in claims.TABLES[where]["cells"]} if where else names)
+    assert claim.paper in ("1", "2", "3", "beyond") and "|" not in claim.says
+    script, *flags = claims.judge(claim, {})["command"].split()[1:]
+    if script == "init.py":
+        monkeypatch.setattr(init, "report", lambda args: {})
+        monkeypatch.setattr(init, "plot_report", lambda *a: None)
+        init.main([*flags, "--out", str(tmp_path)])
+    else:
+        {"reproduce.py": reproduce, "probe.py": probe}[script].get_args(flags)
+
+
+def test_claims_have_names_of_their_own():
+    names = [c.id for c in (*claims.CLAIMS, *claims.QUICK_CLAIMS)]
+    assert len(set(names)) == len(names)
+    assert {c.paper for c in claims.CLAIMS} == {"1", "2", "3", "beyond"}
+
+
+def test_the_verdicts_on_disk_follow_from_the_recorded_runs():
+    data = reproduce.recorded(ROOT / "results")
+    assert json.loads((ROOT / "results" / "claims.json").read_text()) == [claims.judge(c, data) for c in claims.CLAIMS], "python reproduce.py claims"
+
+
+@pytest.mark.parametrize("name", list(claims.TABLES))
+def test_recorded_runs_are_those_declared(name):
+    """The command of every final run, but for runs that cells have left behind; and no run costs more than its share (twice as long where cores are shared)."""
+    claim, results = claims.TABLES[name], reproduce.Results(ROOT / "results" / f"{name}.json")
+    for cell in claim["cells"]:
+        lr, _ = reproduce.best_lr(cell, results, claims.METRICS[claim["script"]])
+        for seed in range(3):
+            if (key := reproduce.final_key(cell, seed)) in results.data["runs"]:
+                assert results.data["runs"][key]["command"] == "python " + reproduce.command(claim, cell, lr, seed, claim["final"])
+    seconds = [r["seconds"] for r in results.data["runs"].values() if "seconds" in r]
+    assert claim["minutes"] <= 5 and (not seconds or statistics.median(seconds) < 600)
+
+
+def test_quick_mode_is_a_fixed_list(tmp_path, capsys):
+    reproduce.main(["--list", "--results", str(tmp_path), "--jobs", "2"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python")]
+    assert lines == [
+        "python train_vit.py --shortcut residual --init default --opt adamw --lr 0.003 --seed 0 --epochs 5",
+        "python train_vit.py --shortcut skipless --init default --opt adamw --lr 3e-05 --seed 0 --epochs 5",
+        "python train_vit.py --shortcut skipless --init paper --opt adamw --lr 0.0003 --seed 0 --epochs 5",
+        "python train_vit.py --shortcut skipless --init paper --opt soap --lr 0.001 --seed 0 --epochs 5",
+        "python train_lm.py --shortcut residual --init default --opt soap --lr 0.01 --seed 0 --steps 200 --eval-every 200 --sample-tokens 0",
+        "python train_lm.py --shortcut skipless --init auto --opt soap --lr 0.003 --seed 0 --steps 200 --eval-every 200 --sample-tokens 0",
+        "python train_mae.py --shortcut residual --opt adamw --lr 0.0015 --seed 0 --epochs 4 --knn-every 0 --eval-every 1000000",
+        "python train_mae.py --alpha-min 0.6 --opt adamw --lr 0.0015 --seed 0 --epochs 4 --knn-every 0 --eval-every 1000000"]
+    assert not list(tmp_path.iterdir())
+    assert sum(60 * t["minutes"] * len(t["cells"]) for t in claims.QUICK.values()) / 2 < 30 * 60
+
+
+def made_up(calls, fail_at=None):
+    """In the place of reproduce.run: keeps what it was asked for; stops the reproduction at one of the calls."""
+    def run(line, after=None):
+        if len(calls) == fail_at:
+            raise KeyboardInterrupt
+        calls.append(line)
+        return dict(record(50.0 + len(calls)), val_top1=[10.0, 50.0 + len(calls)], command=f"python {line}", date="today", hardware="made up", seconds=60)
+    return run
+
+
+def test_a_killed_run_continues(tmp_path, monkeypatch, capsys):
+    first, second = [], []
+    flags = ["constants", "--seeds", "1", "--jobs", "1", "--results", str(tmp_path)]
+    monkeypatch.setattr(reproduce, "run", made_up(first, fail_at=3))
+    with pytest.raises(KeyboardInterrupt):
+        reproduce.main(flags)
+    assert len(first) == 3 and len(json.loads((tmp_path / "constants.json").read_text())["runs"]) == 3
+    monkeypatch.setattr(reproduce, "run", made_up(second))
+    reproduce.main([*flags, "--list"])
+    assert "# constants: 4 runs, about 4 minutes" in capsys.readouterr().out                  # by the minute that the three took
+    reproduce.main(flags)
+    assert len(second) == 4 and not set(first) & set(second)
+    reproduce.main([*flags, "--list"])
+    assert "# constants: nothing remains" in capsys.readouterr().out
+    rows = {r["id"]: r for r in json.loads((tmp_path / "claims.json").read_text())}
+    assert rows["p1-constants"]["seeds"] == 1 and rows["p1-constants"]["hardware"] == ["made up"] and rows["p1-beats-soap"]["verdict"] == UNKNOWN
+    assert "p1-constants" not in (tmp_path / "claims.md").read_text() and rows["p1-constants"]["ours"] in (tmp_path / "claims.md").read_text()
+
+
+def test_quick_mode_ends_with_its_runs_beside_the_recorded_ones(tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(reproduce, "run", made_up(calls))
+    reproduce.main(["--results", str(tmp_path), "--jobs", "1"])
+    assert len(calls) == 8
+    rows = (tmp_path / "quick.md").read_text().splitlines()[2:]
+    assert len(rows) == len(claims.QUICK_CLAIMS) and rows[0].startswith("| 1 |")
+    assert "skipless paper init SOAP 54.0" in rows[0] and "| as said |" in rows[0]            # the fourth run is the best of the four
+    assert "residual SOAP 55.00, skipless SOAP 56.00" in rows[1] and "| otherwise |" in rows[1]
+    full = reproduce.recorded(ROOT / "results")
+    assert claims.judge(claims.QUICK_CLAIMS[0], full)["ours"] in rows[0]
+    reproduce.main(["--results", str(tmp_path), "--jobs", "1"])
+    assert len(calls) == 8
+
+
+@pytest.mark.parametrize("name", list(claims.TABLES))
+def test_every_table_shows_all_its_cells(name, tmp_path, capsys):
+    """From one made-up run of each, of 2 in everything; with a figure, where the table has one."""
+    claim, results = claims.TABLES[name], Recorded({})
+    cells = [dict(c, lrs=[c["lrs"][0]] if isinstance(c["lrs"], list) else [1e-3]) for c in claim["cells"]]
+    for cell in cells:
+        results.data["runs"][reproduce.final_key(cell, 0)] = record(2.0)
+    reproduce.present(name, dict(claim, cells=cells), results, 3, tmp_path)
+    rows = [line for line in (tmp_path / f"{name}.md").read_text().splitlines() if line.startswith("|")]
+    assert [r.split(" | ")[0] for r in rows[2:2 + len(cells)]] == [f"| {c['name']}" for c in cells]
+    assert all(re.search(r"[+ ]2\.0", r) and " ± " not in r for r in rows[2:2 + len(cells)]) and len({r.count("|") for r in rows}) == 1
+    assert (tmp_path / f"{name}.png").exists() == (name not in ("early-rank", "four-bit"))
+
+
+def test_names_and_seeds(tmp_path):
+    assert list(reproduce.get_args(["all"]).tables) == list(claims.TABLES) and reproduce.get_args(["all"]).seeds == 3
+    assert list(reproduce.get_args(["lm", "mae", "--seeds", "1"]).tables) == ["lm", "mae"]
+    assert reproduce.get_args([]).folder != reproduce.get_args(["lm"]).folder
+    with pytest.raises(BadInput, match="^there is no table 'table2': give some of table1, "):
+        reproduce.get_args(["table2"])
+    with pytest.raises(BadInput, match="^--only 'nobody' names no cell of constants: skipless"):
+        reproduce.main(["constants", "--only", "nobody", "--results", str(tmp_path / "none")])
+    assert not (tmp_path / "none").exists()
+
+
+def contrast(first, second):
+    """WCAG's ratio of luminances of two colours #rrggbb: 1 the same, 21 black and white; 3 is asked of graphics and large text."""
+    def luminance(color):
+        parts = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        return sum(w * (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4) for w, c in zip((0.2126, 0.7152, 0.0722), parts))
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("paper", (1, 2, 3))
+def test_a_papers_figure_is_legible_on_white_and_on_black(paper, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib.image")
+    for color in (reproduce.GREY, reproduce.BLUE, reproduce.ORANGE, reproduce.GREEN, reproduce.PINK, reproduce.VIOLET):
+        assert min(contrast(color, "#ffffff"), contrast(color, "#0d1117")) > 3
+    getattr(reproduce, f"paper{paper}")(claims.Evidence(reproduce.recorded(ROOT / "results")), tmp_path / "p.png")
+    pixels = matplotlib.imread(tmp_path / "p.png")
+    solid = pixels[pixels[..., 3] > 0.9][:, :3]
+    assert pixels.shape[2] == 4 and (pixels[..., 3] == 0).mean() > 0.5                          # the page shows through
+    assert not ((solid < 0.15).all(axis=1) | (solid > 0.9).all(axis=1)).any()                   # nothing black, nothing white

@@ -1,0 +1,312 @@
+"""README: every command exists and those that run on a laptop run, every number is a recorded one, every link leads somewhere, every table is what the JSON gives."""
+import functools
+import importlib
+import json
+import re
+import shlex
+import statistics
+from pathlib import Path
+
+import pytest
+from torch.distributed import run as torchrun
+
+import bench
+import claims
+import data
+import init
+import prepare
+import probe
+import quantize
+import reproduce
+import train_dino
+import train_lm
+import train_mae
+import train_sit
+import train_vit
+from runtime import BadInput
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+TRAIN = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit, "train_dino.py": train_dino}
+OTHERS = {"probe.py": probe, "quantize.py": quantize, "reproduce.py": reproduce, "bench.py": bench}
+SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# commands
+
+def commands(text=README):
+    """Every command, a list of words, of the code blocks without a language and of `python ...` within a sentence or a table."""
+    lines = [line for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M) if not language for line in block.splitlines()]
+    lines += re.findall(r"`(python \S+\.py[^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
+    return [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
+
+
+def script_of(words):
+    """(script, flags) of a command that runs one of ours, under torchrun too; else None."""
+    if words[0] == "torchrun":
+        args = torchrun.parse_args(words[1:])
+        return args.training_script, args.training_script_args
+    return (words[1], words[2:]) if re.fullmatch(r"(\.venv/bin/)?python", words[0]) and words[1].endswith(".py") else None
+
+
+SCRIPTS = [found for words in commands() if (found := script_of(words))]
+RUN = [(script, flags) for script, flags in SCRIPTS if script in TRAIN and not {"--preset", "--sample"} & set(flags)]
+
+
+def parse(script, flags, monkeypatch, tmp_path):
+    """The script's own parser takes the flags; nothing is run."""
+    if "--finetune" in flags:                                    # whose checkpoint is not here: all that was parsed before is right
+        with pytest.raises(BadInput, match="^--finetune out/mae-base-.* is not a file"):
+            TRAIN[script].get_args(flags)
+    elif script == "init.py":
+        monkeypatch.setattr(init, "report", lambda args: {})
+        monkeypatch.setattr(init, "plot_report", lambda *a: None)
+        init.main([*flags, "--out", str(tmp_path)])
+    elif script == "prepare.py":
+        monkeypatch.setattr(prepare, "prepare", lambda args: None)
+        prepare.main(flags)
+    else:
+        (TRAIN | OTHERS)[script].get_args(flags)
+
+
+@pytest.mark.parametrize("script, flags", SCRIPTS, ids=lambda c: c if isinstance(c, str) else " ".join(c))
+def test_every_command_parses(script, flags, monkeypatch, tmp_path):
+    parse(script, flags, monkeypatch, tmp_path)
+
+
+def test_a_wrong_flag_is_caught(monkeypatch, tmp_path, capsys):
+    (words,) = commands("```\ntorchrun --nproc_per_node=8 train_vit.py --presett paper   # a comment\n```\n")
+    with pytest.raises(SystemExit):
+        parse(*script_of(words), monkeypatch, tmp_path)
+    assert "--presett" in capsys.readouterr().err
+    assert commands("see `python train_vit.py --skipples` there") == [["python", "train_vit.py", "--skipples"]]
+
+
+def test_other_commands_are_known():
+    """What is no script of ours: the set-up, the tests, and packages that a script or a test names as optional."""
+    for words in commands():
+        if script_of(words) is None:
+            line = shlex.join(words)
+            assert line in ("python3 -m venv .venv", ".venv/bin/pip install -q -r requirements.txt", ".venv/bin/python -m pytest -q", "pip install lm-eval"), line
+    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
+    for package in re.findall(r"pip install ([a-z][\w-]*)", README):
+        assert package in ("torch", "lm-eval") or package in code or package.replace("-", "_") in code
+
+
+load_once = functools.cache(data.load_images)                    # the same few sets in every command
+
+
+@pytest.mark.parametrize("script, flags", RUN, ids=lambda c: c if isinstance(c, str) else " ".join(c))
+def test_the_training_commands_run(script, flags, tmp_path, capsys, monkeypatch):
+    """All but those of a preset, shortened. What probe.py, quantize.py, bench.py, init.py and prepare.py do is run by the tests that bear their names."""
+    short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--eval-tokens", "2048", "--sample-tokens", "5"],
+             "train_mae.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"], "train_sit.py": ["--steps", "2", "--samples", "4", "--sample-steps", "2"],
+             "train_dino.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"]}[script]
+    monkeypatch.setattr(data, "load_images", load_once)
+    TRAIN[script].main([*flags, *short, "--warmup", "0", "--out", str(tmp_path), "--threads", "1"])
+    last = {"train_vit.py": r"^val top-1 \d+\.\d %$", "train_dino.py": r"^val k-NN \d+\.\d %$"}
+    assert re.search(last.get(script, r"^val loss \d+\.\d{4}$"), capsys.readouterr().out.splitlines()[-1])
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_two_commands_stand_alone():
+    """Each on one line, with its own set-up, on the first screen; the first is run above, .ci/run calls the second as printed."""
+    assert f"```\n{SETUP}train_vit.py --skipless --opt soap\n```" in README.partition("## ")[0]
+    assert f"```\n{SETUP}-m pytest -q\n```" in README.partition("## ")[0]
+    assert ("train_vit.py", ["--skipless", "--opt", "soap"]) in RUN
+
+
+def test_the_forks_example_changes_what_it_says():
+    """The function of the example, in the place of orthogonal_vo_: singular values of W_V W_O spread, and their mean square stays."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
+    assert len(code.splitlines()) <= 10
+    found = dict(vars(init))
+    exec(code, found)
+    made = {}
+    for name, function in (("orthogonal", init.orthogonal_vo_), ("gaussian", found["gaussian_vo_"])):
+        init.torch.manual_seed(0)
+        w_v, w_o = init.torch.empty(64, 64), init.torch.empty(64, 64)
+        function(w_v, w_o, 3.0)
+        made[name] = init.torch.linalg.svdvals((w_o @ w_v).double())
+    assert made["orthogonal"].max() / made["orthogonal"].min() < 1.001 and made["gaussian"].max() / made["gaussian"].min() > 100
+    assert made["gaussian"].square().mean().sqrt() == pytest.approx(9, rel=.1) and made["orthogonal"].square().mean().sqrt() == pytest.approx(9, rel=1e-3)
+    assert "orthogonal_vo_(" in Path(init.__file__).read_text().split("def init_skipless_vit")[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tables, links, names
+
+@functools.cache
+def results(name):
+    return reproduce.Results(ROOT / "results" / f"{name}.json")
+
+
+@functools.cache
+def table(name):
+    claim = claims.TABLES[name]
+    return reproduce.SHOW.get(name, reproduce.SHOW[claim["script"]])(claim, results(name), 3)
+
+
+def blocks():
+    return dict(re.findall(r"<!-- ([\w-]+) -->\n(.*?)<!-- /\1 -->", README, re.S))
+
+
+def test_the_tables_are_what_was_recorded():
+    rows = json.loads((ROOT / "results" / "claims.json").read_text())
+    shown = blocks()
+    assert shown["claims"] == reproduce.headlines(rows) and shown["verdicts"] == reproduce.count_verdicts(rows), "python reproduce.py claims"
+    assert 10 <= shown["claims"].count("\n") - 2 <= 15 and {r["paper"] for r in rows if r["headline"]} == {"1", "2", "3", "beyond"}
+    assert {"speed", "table1", *reproduce.COMPACT} <= set(shown) and set(shown) <= {"claims", "verdicts", "speed", *claims.TABLES}
+    for name in set(shown) & set(claims.TABLES):
+        assert shown[name] == reproduce.compact(name, table(name)), f"python reproduce.py {name}"
+    assert len(re.findall("<!-- ", README)) == 2 * len(shown)
+
+
+def test_headlines_are_a_part_of_what_is_judged():
+    """The cells that a headline shows are some of its rule's, with the same figures."""
+    data = reproduce.recorded(ROOT / "results")
+    for claim in claims.CLAIMS:
+        row = claims.judge(claim, data)
+        assert bool(claim.headline) == bool(row["headline"])
+        if isinstance(claim.headline, tuple) and row["seeds"]:
+            assert set(claim.headline) <= {c for pair in claim.rule.pairs for c in pair}
+            pieces = lambda text: {piece.split(": ")[-1] for piece in re.split(", |; ", text)}
+            assert len(pieces(row["headline"])) == len(claim.headline) and pieces(row["headline"]) < pieces(row["ours"])
+
+
+def test_a_compact_table_keeps_its_columns():
+    wide = reproduce.markdown([*reproduce.COMPACT["lm"], "other"], [[*map(str, range(len(reproduce.COMPACT["lm"]))), "x"]])
+    assert reproduce.compact("lm", wide) == wide.replace(" other |", "").replace(" x |", "").replace("---|", "", 1)
+    assert reproduce.compact("table1", wide) == wide
+
+
+def dead_ends(text):
+    """Links and pictures without a file, anchors without a heading, names of code that are not there."""
+    anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)", text, re.M)}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            if target[1:] not in anchors:
+                yield target
+        elif not target.startswith("https://") and not (ROOT / target).exists():
+            yield target
+    for name in re.findall(r"`([\w/-]+\.py|(?:results|data)/[\w./-]+)`", text):
+        if not (ROOT / name).exists():
+            yield name
+    for module, name in re.findall(r"`([a-z]\w*)\.([a-zA-Z_]\w*)`", text):
+        if name != "py" and (ROOT / f"{module}.py").exists() and not hasattr(importlib.import_module(module), name):
+            yield f"{module}.{name}"
+
+
+def test_links_lead_somewhere():
+    assert list(dead_ends(README)) == []
+    assert all(f"](results/paper{n}.png)" in README for n in (1, 2, 3))
+    assert list(dead_ends("# A b\n[x](#a-b) [y](#c) ![z](results/none.png) `init.suo_` `init.none` `none.py` `train_vit.py`")) == ["#c", "results/none.png", "none.py", "init.none"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# numbers
+
+NUMBER = re.compile(r"(?<![\w./,-])\d*\.\d+(?![\w]|\.\d)")
+PAIR = re.compile(r"(\d*\.\d+) ± (\d*\.\d+)")
+SETTINGS = {                                                     # what is no measurement of ours: a phrase of README, and where its number comes from
+    "1.35 M parameters": "size of the laptop ViT",
+    "2.4 M parameters": "size of the laptop language model",
+    "(2, .6, 3)": "constants printed in paper 1",
+    "alpha_QK .9, temperature 1.1": "constants printed in paper 2",
+    "attention diagonal is .9": "target of init.choose_alpha_qk",
+    "1e-3 in this preset, .1 in the reference": "eigenvalues at the start, KL-Shampoo's code",
+    "Decay to .6": "alpha_min",
+    ".6 is best in k-NN": "alpha_min",
+    "the paper's .8": "alpha_min",
+    "at .7 the three": "alpha_min",
+    "needed below .7": "alpha_min",
+    "8.5 hours": "sum over the tables, the docstring of reproduce.py",
+    "5.5 M in its MAE": "parameters, from the shapes in paper 3's code",
+    "(.0036 for .6 at 12 layers)": "alpha_eff, checked below",
+    "(.047)": "alpha_eff, checked below",
+    "alpha_min .6, its code runs .7": "paper 3",
+}
+
+
+def prose(text):
+    """[(paragraph, bullet or table row; names of the results whose record it links to, or else its section)], without code, tables between markers, settings and addresses."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    text = re.sub(r"<!-- ([\w-]+) -->.*?<!-- /\1 -->", "", text, flags=re.S)
+    for phrase in SETTINGS:
+        text = text.replace(phrase, "")
+    text = re.sub(r"`[^`\n]*`", "", re.sub(r"\[[\d.]+\]\(https\S+\)", "", text))
+    linked = lambda part: {Path(target).stem for target in re.findall(r"\]\((results/[^)]+\.(?:md|json))\)", part)}
+    return [(part, linked(part) or linked(section)) for section in re.split(r"^(?=##+ )", text, flags=re.M) for part in re.split(r"\n\s*\n|\n(?=- |\| )", section)]
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [x for v in value for x in leaves(v)]
+    return [value] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
+@functools.cache
+def pool(name):
+    """({(value, digits)}, {"mean ± std"}) of one record: as its table prints them (over seeds), last values of its runs, the texts of its claims.
+    None for the digits: a recorded value, good for any."""
+    numbers = []
+    rows = json.loads((ROOT / "results" / "claims.json").read_text())
+    texts = [f"{r['says']} {r['ours']}" for r in rows if name == "claims" or r["command"].endswith(f"reproduce.py {name}")]
+    if name in claims.TABLES:
+        texts.append(table(name))
+        for record in results(name).data["runs"].values():
+            numbers += [(record[key][-1], None) for key in ("val_loss", "val_top1", "kurtosis_max") if record.get(key)]
+    elif name != "claims":
+        numbers += [(v, None) for v in leaves(json.loads((ROOT / "results" / f"{name}.json").read_text()))]
+    numbers += [(float(n), len(n.split(".")[1])) for text in texts for n in NUMBER.findall(text)]
+    return numbers, {pair for text in texts for pair in PAIR.findall(text)}
+
+
+def digits(number):
+    return len(number.split(".")[1])
+
+
+def close(value, number):
+    return abs(abs(value) - float(number)) <= .5 * 10 ** -digits(number) + 1e-12
+
+
+def strangers(part, names):
+    """The decimal numbers in a part of README's prose that no record of these names has, after rounding to the digits printed; of mean ± std, the pair."""
+    numbers, pairs = [pair for name in names for pair in pool(name)[0]], [pair for name in names for pair in pool(name)[1]]
+    for found in PAIR.finditer(part):
+        if not any(all(digits(p) >= digits(n) and close(float(p), n) for p, n in zip(pair, found.groups())) for pair in pairs):
+            yield found.group()
+    for number in NUMBER.findall(PAIR.sub("", part)):
+        if not any((d is None or d >= digits(number)) and close(value, number) for value, d in numbers):
+            yield number
+
+
+def all_strangers(text):
+    return [number for part, names in prose(text) for number in strangers(part, names)]
+
+
+def test_every_number_is_recorded():
+    assert all_strangers(README) == []
+
+
+def test_a_made_up_number_is_caught():
+    assert all_strangers("## A\nsee [lm](results/lm.md): 1.940 and 9.876, or 1.940 ± .010\n## B\nno link: 1.940") == ["1.940 ± .010", "9.876", "1.940"]
+    assert all_strangers("## A\nin `--lr 9.87`, [2510.00345](https://arxiv.org/abs/2510.00345), 1.94 ± .02, [x](results/lm.md)\n\nas above: 1.940.") == []
+    caught = []                                                  # every number of README in turn, changed by 37 in the last digit
+    for part, names in prose(README):
+        for found in NUMBER.finditer(part):
+            other = f"{float(found.group()) + 37 * 10 ** -digits(found.group()):.{digits(found.group())}f}"
+            caught.append(any(True for _ in strangers(part[:found.start()] + other + part[found.end():], names)))
+    assert len(caught) > 20 and statistics.mean(caught) > 0.75
+
+
+def test_settings_are_still_there():
+    for phrase in SETTINGS:
+        assert phrase in README, f"{phrase!r} is no phrase of README any more"
+    from model import shortcut_weights
+    over = {schedule: init.math.prod(shortcut_weights("decayed", 12, .6, schedule)) for schedule in ("linear", "per-layer")}
+    assert f"{over['linear']:.4f}" == "0.0036"
+    assert f"{init.math.prod(1 - .4 * l / 12 for l in range(1, 13)):.3f}" == "0.047"
