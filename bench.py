@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -504,7 +503,19 @@ def bench_gpu(args, world, tables=GPU_TABLES, tests="tests/test_cuda.py", limit=
         rows, more = BENCHES[its.bench](its, world)
         done[name] = rows
         notes += [f"{name}: {note}" for note in more]
+        if args.out and tables is GPU_TABLES:                    # what there is, should the next one fail: time on a GPU is dear
+            write(args, world, done, notes)
     return done, notes
+
+
+def machine(world):
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or platform.machine()
+    return dict(device=name, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, cuda=torch.version.cuda,
+                python=platform.python_version(), system=platform.system())
+
+
+def write(args, world, rows, notes):
+    Path(args.out).write_text(json.dumps(dict(args=vars(args), hardware=machine(world), notes=notes, rows=rows), indent=1) + "\n")
 
 
 BENCHES = {"optim": bench_optim, "step": bench_step, "ranks": bench_ranks, "data": bench_data, "tokenize": bench_tokenize, "tokencut": bench_tokencut, "gpu": bench_gpu}
@@ -546,7 +557,7 @@ def get_args(argv=None):
     args.repeats = args.repeats or (2 if args.bench in ("optim", "ranks") else 20)
     if args.bench == "gpu":
         args.out = args.out or str(Path(__file__).resolve().parent / "results" / "gpu.json")
-    if args.out and not os.access(Path(args.out).resolve().parent, os.W_OK):
+    if args.out and (Path(args.out).is_dir() or not Path(args.out).resolve().parent.is_dir() or not os.access(Path(args.out).resolve().parent, os.W_OK)):
         raise runtime.BadInput(f"--out {args.out} cannot be written: choose a file in a folder that exists and can be")
     return args
 
@@ -563,15 +574,12 @@ def main(argv=None):
     world = runtime.start(args.device, args.threads)
     torch.manual_seed(0)
     rows, notes = BENCHES[args.bench](args, world)
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or platform.machine()
-    machine = dict(device=name, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, cuda=torch.version.cuda,
-                   python=platform.python_version(), system=platform.system())
-    print(f"{args.bench}: {machine['device']}, {world.device}, {machine['threads']} threads, torch {torch.__version__}; medians of {args.repeats}")
+    print(f"{args.bench}: {machine(world)['device']}, {world.device}, {torch.get_num_threads()} threads, torch {torch.__version__}; medians of {args.repeats}")
     for title, table in (rows if args.bench == "gpu" else {args.bench: rows}).items():
         show(title, table)
     print("", *notes, sep="\n")
     if args.out:
-        Path(args.out).write_text(json.dumps(dict(args=vars(args), hardware=machine, notes=notes, rows=rows), indent=1) + "\n")
+        write(args, world, rows, notes)
 
 
 if __name__ == "__main__":

@@ -87,17 +87,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
     stack_size = {"cpu": 2 ** 19, "cuda": 2 ** 24}  # numbers in a stack: what the device needs to be busy, and no more, since temporaries grow with it
 
     def __init__(self, params, defaults, stagger=False, shard=False):
-        self.stagger, self.shard, self._stacks = stagger, shard and dist.is_initialized() and dist.get_world_size() > 1, {}
+        self.stagger, self.shard, self._stacks, self.owner = stagger, shard and dist.is_initialized() and dist.get_world_size() > 1, {}, {}
         super().__init__(params, defaults)
 
     def __getstate__(self):
-        return {**super().__getstate__(), "stagger": self.stagger, "shard": self.shard}
+        return {**super().__getstate__(), "stagger": self.stagger, "shard": self.shard, "owner": self.owner}
 
     def __setstate__(self, state):                  # of a copy or a checkpoint, which may be older than an option
         super().__setstate__(state)
         for group in self.param_groups:
             if "factor_dtype" in self.defaults:
-                group.setdefault("factor_dtype", None)
+                group.setdefault("factor_dtype", self.defaults["factor_dtype"])
         self._stacks = {}
         self._plan()
 
@@ -128,12 +128,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._plan()
 
     def _plan(self) -> None:
-        """Which rank moves a parameter, and in which call of a period its bases are refreshed: the same on all ranks, from the shapes alone."""
+        """Which rank moves a parameter, and in which call of a period its bases are refreshed: the same on all ranks, from the shapes alone.
+
+        An owner stays the owner, since it has the state; phases are those of all matrices together, so that the path is the same on any number of ranks."""
         each = [(p, group) for group in self.param_groups for p in group["params"]]
         costs = [self.flops(tuple(p.shape), group) for p, group in each]
         period = [group.get("precondition_frequency", 1) for _, group in each]
         ranks = dist.get_world_size() if self.shard else 1
-        self.owner = dict(zip((p for p, _ in each), share_out([update + refresh / f for (update, refresh), f in zip(costs, period)], ranks)))
+        cost = {p: update + refresh / f for (p, _), (update, refresh), f in zip(each, costs, period)}
+        new = [p for p, _ in each if p not in self.owner]
+        full = [sum(cost[p] for p, _ in each if self.owner.get(p) == rank) for rank in range(ranks)]
+        self.owner.update(zip(new, share_out([cost[p] for p in new], ranks, full)))
         self._period, self.phase = period, {p: 0 for p, _ in each}
         for f in set(period) if self.stagger else ():
             mine = [i for i, x in enumerate(period) if x == f]
@@ -151,7 +156,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if [group.get("precondition_frequency", 1) for group in self.param_groups for _ in group["params"]] != self._period:
             self._plan()
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        with true_fp32(self.param_groups[0]["params"][0].device.type):
+        with true_fp32(moved[0].device.type if moved else "cpu"):
             for group in self.param_groups:
                 for params in self.alike(group["params"]):
                     self.update(params, group)
@@ -181,17 +186,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def keep(self, params: list[Tensor], stack: dict) -> dict:
         """From now on the state of these parameters lies in `stack`, tensors (B, ...): what self.state holds for each are views into it."""
         mine, stack = set(map(id, params)), tree(torch.Tensor.contiguous, stack)          # as a stack of loaded states is, so that a resumed run has the same bits
-        self._stacks = {key: value for key, value in self._stacks.items() if mine.isdisjoint(key)}
+        for key in [key for key in self._stacks if not mine.isdisjoint(key)]:
+            for p in self._stacks.pop(key)[2]:
+                if id(p) not in mine:                # who is left behind: its view would keep the whole old stack alive
+                    self.state[p] = tree(torch.clone, self.state[p])
         for i, p in enumerate(params):
             self.state[p] = tree(lambda t: t[i], stack)
-        self._stacks[tuple(map(id, params))] = stack, [tensors(self.state[p]) for p in params]
+        self._stacks[tuple(map(id, params))] = stack, [tensors(self.state[p]) for p in params], params
         return stack
 
     def stack(self, params: list[Tensor]) -> dict:
         """The state of parameters of one age as one stack, one update older. It is made anew where self.state no longer holds the views: another company
         of parameters, a loaded state, a user's change."""
-        stack, views = self._stacks.get(tuple(map(id, params)), (None, []))
-        if stack is None or any(a is not b for p, v in zip(params, views) for a, b in zip(tensors(self.state[p]), v, strict=True)):
+        stack, views, _ = self._stacks.get(tuple(map(id, params)), (None, [], None))
+        if stack is None or any(list(map(id, tensors(self.state[p]))) != list(map(id, v)) for p, v in zip(params, views)):
             stack = self.keep(params, tree(lambda *t: torch.stack(t), *(self.state[p] for p in params)))
         if "step" in stack:
             stack["step"] = self.state[params[0]]["step"] + 1
@@ -214,21 +222,21 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """torch casts every floating tensor of the state to the parameter's type, those in lists too: take them again from the source, and only this rank's."""
-        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
         super().load_state_dict({**state_dict, "state": {}})
         saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        for i, p in zip(saved_ids, params):
+        for i, (p, group) in zip(saved_ids, [(p, group) for group in self.param_groups for p in group["params"]]):
             if i in state_dict["state"] and self.owner[p] == (dist.get_rank() if self.shard else 0):
-                self.state[p] = self.fit(state_dict["state"][i], p)
+                self.state[p] = self.fit(state_dict["state"][i], p, group)
 
-    def fit(self, state: dict, p: Tensor) -> dict:
+    def fit(self, state: dict, p: Tensor, group: dict) -> dict:
         """A copy of a parameter's state on its device and in this optimizer's types."""
         return copy_to(state, p.device, self.state_dtype(p))
 
 
-def share_out(costs: list[float], bins: int) -> list[int]:
-    """For each cost a bin, so that the fullest one is nearly as empty as can be: the dearest first, each to the emptiest (at most 4/3 of the optimum)."""
-    full, bin_of = [0.] * bins, [0] * len(costs)
+def share_out(costs: list[float], bins: int, full: list[float] | None = None) -> list[int]:
+    """For each cost a bin, so that the fullest one is nearly as empty as can be: the dearest first, each to the emptiest (at most 4/3 of the optimum).
+    full: what the bins hold already."""
+    full, bin_of = list(full or [0.] * bins), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         bin_of[i] = min(range(bins), key=full.__getitem__)
         full[bin_of[i]] += costs[i]
@@ -319,7 +327,7 @@ def turn(s: Tensor, q: Tensor, sort: bool) -> Tensor | None:
     """Q <- QR(S Q).Q in place, one step of orthogonal iteration towards the eigenvectors of S; s and q are (B, n, n).
 
     sort: by diag(Q^T S Q), the largest first; returns that order (B, n). As many matrices at a time as have 2^22 numbers, for the sake of memory."""
-    orders, many = [], max(1, 2 ** 22 // s.shape[-1] ** 2)
+    orders, many = [], max(1, 2 ** 22 // max(1, s.shape[-1] ** 2))
     for s, q in zip(s.split(many), q.split(many)):
         sq = s @ q
         if sort:
@@ -369,10 +377,9 @@ def first_gram(x: Tensor, share: float, dtype: torch.dtype) -> Tensor:
     return s
 
 
-def fit_factors(state: dict, dtype: torch.dtype, groups: list[dict]) -> dict:
-    """The state with factors and bases in the optimizer's factor_dtype, or dtype where it is None."""
-    kept = groups[0]["factor_dtype"] or dtype
-    return {**state, **{key: [None if t is None else t.to(kept) for t in state[key]] for key in ("GG", "Q")}}
+def fit_factors(state: dict, dtype: torch.dtype) -> dict:
+    """The state with factors and bases in that dtype."""
+    return {**state, **{key: [None if t is None else t.to(dtype) for t in state[key]] for key in ("GG", "Q")}}
 
 
 REFRESH = 2 + 8 / 3                                 # flops over n^3 of one side: S Q, and QR with its Q written out
@@ -418,8 +425,8 @@ class SOAP(MatrixOptimizer):
         through = sum(2 * math.prod(shape) * d for d, one in zip(shape, has) if one)                  # u for a matrix
         return 3 * through, 2 * through + sum(REFRESH * d ** 3 for d, one in zip(shape, has) if one)
 
-    def fit(self, state, p):
-        return fit_factors(super().fit(state, p), self.state_dtype(p), self.param_groups)
+    def fit(self, state, p, group):
+        return fit_factors(super().fit(state, p, group), group["factor_dtype"] or self.state_dtype(p))
 
     def update(self, params, group):
         g, b = self.gradients(params), shampoo_beta(group)
@@ -502,8 +509,8 @@ class KLShampoo(MatrixOptimizer):
         u = 2 * m * n * (m + n)
         return 3 * u + 2 * m * n * min(m, n), 2 * u + REFRESH * (m ** 3 + n ** 3)
 
-    def fit(self, state, p):
-        return fit_factors(super().fit(state, p), self.state_dtype(p), self.param_groups)
+    def fit(self, state, p, group):
+        return fit_factors(super().fit(state, p, group), group["factor_dtype"] or self.state_dtype(p))
 
     def update(self, params, group):
         g = self.gradients(params).flatten(2)                               # (B, out, rest)

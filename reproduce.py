@@ -30,10 +30,12 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -52,9 +54,23 @@ def command(claim, cell, lr, seed, extra=""):
 
 
 def python(command_line, out):
-    """Run one command on one thread."""
-    return subprocess.run([sys.executable, *command_line.split(), "--threads", "1", "--out", out], cwd=HERE, capture_output=True, text=True,
-                          env=dict(os.environ, OMP_NUM_THREADS="1"))
+    """Run one command on one thread. It ends with this process: see `end_children`."""
+    child = subprocess.Popen([sys.executable, *command_line.split(), "--threads", "1", "--out", out], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                             env=dict(os.environ, OMP_NUM_THREADS="1"))
+    CHILDREN.add(child)
+    stdout, stderr = child.communicate()
+    CHILDREN.discard(child)
+    return subprocess.CompletedProcess(child.args, child.returncode, stdout, stderr)
+
+
+CHILDREN = set()                # the commands that run now
+
+
+def end_children(signum, frame):
+    """What a SIGTERM does: nobody would read what the commands find."""
+    for child in list(CHILDREN):
+        child.kill()
+    os._exit(128 + signum)
 
 
 def run(command_line, after=None):
@@ -144,11 +160,21 @@ class Results:
 
     def __init__(self, path):
         self.path = path
-        self.data = json.loads(path.read_text()) if path.exists() else dict(runs={})
+        self.data = dict(runs={})
+        self.read()
+
+    def read(self):
+        """Take over what the file holds by now. Raises BadInput where that is no record of runs."""
+        if self.path.exists():
+            try:
+                self.data["runs"].update(json.loads(self.path.read_text())["runs"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise runtime.BadInput(f"{self.path} is damaged: restore it from the repository, or delete it to run its table again") from error
 
     def put(self, key, record):
+        self.read()                                              # another process may have added to it
         self.data["runs"][key] = record
-        temporary = self.path.with_suffix(".tmp")
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(self.data, indent=1, sort_keys=True) + "\n")
         os.replace(temporary, self.path)
 
@@ -489,7 +515,7 @@ def paper2(e, path):
         for cell, color, style in cells:
             curve = mean_curve([r["quantized"]["kurtosis"] for r in e.runs("lm", cell)])
             axis.plot(range(1, len(curve) + 1), curve, style, color=color, label=cell)
-        axis.set(xlabel="block", ylabel="excess kurtosis", title="tails grow with depth, with residuals only")
+        axis.set(xlabel="block", ylabel="excess kurtosis", title="tails by depth, each net at its own lr")
         axis.set_ylim(top=1.35 * axis.get_ylim()[1])                          # room for the legend
         axis.legend(ncols=2, loc="upper left", columnspacing=1)
 
@@ -661,7 +687,12 @@ def main(argv=None):
                              *(f"python {line}" for _, line in pending(claim, stored[name], args.seeds))]))
         print(f"# about {say_time(total)} in all, {args.jobs} at a time" if total else "nothing remains")
         return
-    args.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise runtime.BadInput(f"--results {args.folder} cannot be made a folder: choose another") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end_children)
     for name, claim in work.items():
         complete(name, claim, stored[name], args.seeds, args.jobs)
         if not args.quick:

@@ -56,8 +56,8 @@ def add_matrix_flags(add):
     """The flags of the matrix optimizers' own settings (optim.py), for the train scripts' optimisation group."""
     add("--precondition-frequency", type=number(int, low=1), default=10, help="updates between two refreshes of the eigenbases (soap, kl-shampoo)")
     add("--init-factor", type=number(float, above=0), default=None, help="kl-shampoo: the eigenvalues it starts from; None is the optimizer's own, 0.1")
-    add("--stagger", action="store_true", help="spread the refreshes of the eigenbases evenly over the updates between them (soap, kl-shampoo)")
-    add("--bf16-factors", action="store_true", help="keep the factors and their bases in bfloat16: half the memory, products as fast as the device has them (soap, kl-shampoo)")
+    add("--stagger", action=argparse.BooleanOptionalAction, default=False, help="spread the refreshes of the eigenbases evenly over the updates between them (soap, kl-shampoo)")
+    add("--bf16-factors", action=argparse.BooleanOptionalAction, default=False, help="keep the factors and their bases in bfloat16: half the memory, products as fast as the device has them (soap, kl-shampoo)")
 
 
 def matrix_options(args):

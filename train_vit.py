@@ -181,7 +181,7 @@ def adopt_encoder(args):
             flag = f"--{key.replace('_', '-')}"
             raise BadInput(f"{flag} {given} contradicts --finetune {args.finetune}, an encoder with {flag} {value}: leave it out")
         setattr(args, key, value)
-    for key in ("init", "alpha", "beta", "c", "cancel_mean", "mlp_gain"):
+    for key in ("init", *(k for constants in CONSTANTS.values() for k in constants)):
         if getattr(args, key) is not None:
             raise BadInput(f"--{key.replace('_', '-')} has no effect with --finetune, which brings its own weights: leave it out")
     if args.data is None and made["data"] not in data.NAMES and not data.as_folder(made["data"]):

@@ -85,6 +85,43 @@ def test_what_is_put_into_the_state_counts(kind):
     assert torch.equal(never[0], in_place[0]) and not close(never[1], in_place[1], 1e-5)
 
 
+@pytest.mark.parametrize("kind", MAKE)
+def test_who_is_left_behind_does_not_keep_a_stack_alive(kind):
+    """One parameter after the other has no gradient: the memory behind the state stays that of the state."""
+    ws = [nn.Parameter(randn(6, 4, seed=i)) for i in range(8)]
+    opt, grads = MAKE[kind](ws), rows([(6, 4)] * 8, 9)
+    for i, row in enumerate(grads[1:]):
+        row[i] = None
+    run(opt, ws, grads)
+    held = numbers(opt, ws)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    assert sum(storages.values()) == sum(t.nbytes for t in held)
+
+
+def test_empty_groups_and_empty_matrices():
+    for make in (SOAP, KLShampoo, Muon):
+        w = nn.Parameter(randn(4, 3))
+        opt = make([dict(params=[]), dict(params=[w])])
+        run(opt, [w], rows([(4, 3)], 3))
+        assert not torch.equal(w, randn(4, 3))
+    empty = nn.Parameter(torch.zeros(0, 5))
+    run(SOAP([empty], precondition_frequency=2), [empty], rows([(0, 5)], 6))
+
+
+def test_each_group_has_its_type_of_factors():
+    a, b = nn.Parameter(randn(6, 4)), nn.Parameter(randn(6, 4, seed=1))
+    opt = SOAP([dict(params=[a], factor_dtype=torch.bfloat16), dict(params=[b])])
+    run(opt, [a, b], rows([(6, 4)] * 2, 3))
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert [opt.state[p]["Q"][0].dtype for p in (a, b)] == [torch.bfloat16, torch.float32]
+    saved = opt.state_dict()
+    for group in saved["param_groups"]:
+        del group["factor_dtype"]                                       # a checkpoint from before the option
+    opt2 = SOAP([dict(params=[a]), dict(params=[b])], factor_dtype=torch.bfloat16)
+    opt2.load_state_dict(saved)
+    assert {opt2.state[p]["Q"][0].dtype for p in (a, b)} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_copy_of_an_optimizer_goes_on_alone(kind, copied):
@@ -336,6 +373,35 @@ def test_shared_out_is_as_alone_and_its_checkpoint_knows_no_ranks(name, tmp_path
     for a, b in zip(mine, theirs):
         assert a["state"].keys() == b["state"].keys()
         assert all(close(y, x, 1e-6 if name != "muon" else 3e-2) for i in a["state"] for x, y in zip(tensors(a["state"][i]), tensors(b["state"][i])) if x.dtype == torch.float64 and x.ndim)
+
+
+def changing(folder):
+    """Shapes of many costs, a new group on the way, another frequency: what is shared out stays where its state is."""
+    dist.init_process_group("gloo")
+    shapes = [(12, 3), (5, 5), (3, 14), (7, 4), (6, 6), (4, 4), (9, 2)]
+    paths = []
+    for shard in (True, False):
+        ws = [nn.Parameter(randn(*s, seed=i, dtype=torch.float64)) for i, s in enumerate(shapes)]
+        opt = SOAP(ws[:5], precondition_frequency=10, shard=shard)
+        for step, row in enumerate(rows(shapes, 14, dtype=torch.float64)):
+            if step == 4:
+                opt.add_param_group(dict(params=ws[5:]))
+            if step == 8:
+                for group in opt.param_groups:
+                    group["precondition_frequency"] = 1
+            run(opt, ws if step >= 4 else ws[:5], [row])
+        paths.append(ws)
+        if shard:
+            torch.save([len(opt.state[p]) > 0 for p in ws], folder / f"held{dist.get_rank()}")
+    assert all(close(a, b) for a, b in zip(*paths))
+    dist.destroy_process_group()
+
+
+def test_shares_outlast_new_groups_and_new_frequencies(tmp_path):
+    codes, outputs = launch_ranks(2, changing, tmp_path, folder=tmp_path)
+    assert codes == [0, 0], outputs
+    held = [torch.load(tmp_path / f"held{r}") for r in range(2)]
+    assert all(a != b for a, b in zip(*held))                           # on one rank each, all the time
 
 
 def test_alone_nothing_is_shared():
