@@ -128,6 +128,17 @@ def amortise(seconds, cycle, frequency):
     return ((frequency - 1) * plain + refresh) / frequency, plain, refresh
 
 
+def milliseconds(seconds, kind, args):
+    """The columns of `amortise` for an optimizer of that kind."""
+    times = amortise(seconds, args.cycle if kind in REFRESHING else 1, args.frequency)
+    return {column: t and 1e3 * t for column, t in zip(("ms", "plain step, ms", "refresh, ms"), times)}
+
+
+def refreshing(kind, cycle):
+    """The option of an optimizer of that kind that makes it refresh every `cycle` steps."""
+    return dict(precondition_frequency=cycle) if kind in REFRESHING else {}
+
+
 def matmul(n, device, dtype):
     """A function that multiplies two n x n matrices, 2 n^3 flops: what the machine gives at best, measured among what is compared with it."""
     a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
@@ -224,7 +235,7 @@ def bench_step(args, world):
             notes.append(str(missing))
             continue
         if shortcut:
-            optimizer = optim.build_optimizer(model, opt, 1e-4, 0.01, **(dict(precondition_frequency=args.cycle) if opt == "soap" else {}))
+            optimizer = optim.build_optimizer(model, opt, 1e-4, 0.01, **refreshing(opt, args.cycle))
         else:                                                    # nanoGPT's is fused on CUDA only
             optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=world.device.type == "cuda" or peer == "timm")
         steps[name] = training_step(torch.compile(model) if args.compile else model, optimizer, x, y, world.device, dtype)
@@ -273,7 +284,7 @@ def contestant(name, params, cycle, compiled=False):
     are off, so that it preconditions what the others do."""
     package, _, kind = name.rpartition(".")
     module = {"torch.optim": torch.optim, "optim": optim}.get(package) or runtime.import_optional(package, f"bench.py optim --only {name}")
-    options = dict(precondition_frequency=cycle) if KINDS[name] in REFRESHING else {}
+    options = refreshing(KINDS[name], cycle)
     if package == "heavyball":
         module.utils.compile_mode = "default" if compiled else None
         options.update(max_precond_dim=10 ** 6, merge_dims=False)
@@ -319,10 +330,10 @@ def bench_optim(args, world):
     for label, optimizer in optimizers.items():
         name, shapes = entries[label]
         largest = 4 * max(shapes.count(shape) * shape[0] * shape[1] for shape in shapes)
-        ms, plain, slow = (t and 1e3 * t for t in amortise(seconds[label], args.cycle if KINDS[name] in REFRESHING else 1, args.frequency))
+        times = milliseconds(seconds[label], KINDS[name], args)
         least = counts[label] and 1e3 * counts[label] / rate[torch.bfloat16 if KINDS[name] == "muon" else torch.float32]
-        rows[label] = {"ms": ms, "plain step, ms": plain, "refresh, ms": slow, "floor, ms": least, "x floor": least and ms / least,
-                       "state, MB": state_bytes(optimizer) / 1e6, "temporary, MB": temporary[label] / 1e6, "temporary / largest group": temporary[label] / largest}
+        rows[label] = times | {"floor, ms": least, "x floor": least and times["ms"] / least, "state, MB": state_bytes(optimizer) / 1e6,
+                               "temporary, MB": temporary[label] / 1e6, "temporary / largest group": temporary[label] / largest}
     notes.append(f"a refresh every {args.frequency} steps; matmul " + ", ".join(f"{str(dtype)[6:]} {rate[dtype] / 1e9:.4g} Gflop/s" for dtype in dtypes)
                  + f"; heavyball {'compiled' if args.compile else 'eager'}" * ("heavyball" in sys.modules))
     if args.fit:
@@ -359,7 +370,7 @@ def rank(me, size, folder, shapes, name, cycle, pipe):
     torch.manual_seed(0)
     model = Blocks(shapes)
     gradients = [[0.01 * torch.randn(shape) for shape in shapes] for _ in range(2)]
-    optimizer = optim.build_optimizer(model, name, 1e-3, 0.01, **(dict(precondition_frequency=cycle) if name in REFRESHING else {}))
+    optimizer = optim.build_optimizer(model, name, 1e-3, 0.01, **refreshing(name, cycle))
     for turn in itertools.count():
         for p, g in zip(model.blocks, gradients[turn % 2]):
             p.grad = g
@@ -395,11 +406,10 @@ def bench_ranks(args, world):
         seconds = interleaved({size: lambda size=size: tell(size, "step") for size in groups}, args.cycle * args.repeats, warmup=1 + args.cycle)
         for size in groups:
             states, weights = zip(*tell(size, "end"))
-            ms, plain, slow = (t and 1e3 * t for t in amortise(seconds[size], args.cycle if name in REFRESHING else 1, args.frequency))
-            row = {"ms": ms, "plain step, ms": plain, "refresh, ms": slow, "state per rank, MB": max(states) / 1e6}
+            row = milliseconds(seconds[size], name, args) | {"state per rank, MB": max(states) / 1e6}
             first, final = (row, weights[0]) if not rows else (first, final)
             rows[f"{size} rank{'s' * (size > 1)}"] = row | {
-                "time, x first": ms / first["ms"], "state, x first": row["state per rank, MB"] / first["state per rank, MB"],
+                "time, x first": row["ms"] / first["ms"], "state, x first": row["state per rank, MB"] / first["state per rank, MB"],
                 "largest difference": max(float(np.abs(a - b).max()) for a, b in zip(weights[0], final))}
             for process, _ in groups[size]:
                 process.join()
@@ -509,7 +519,7 @@ def bench_gpu(args, world, tables=GPU_TABLES, tests="tests/test_cuda.py", limit=
 
 
 def machine(world):
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else runtime.cpu_name()
     return dict(device=name, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, cuda=torch.version.cuda,
                 python=platform.python_version(), system=platform.system())
 

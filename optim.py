@@ -90,14 +90,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.stagger, self.shard, self._stacks, self.owner = stagger, shard and dist.is_initialized() and dist.get_world_size() > 1, {}, {}
         super().__init__(params, defaults)
 
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.shard else 0
+
     def __getstate__(self):
         return {**super().__getstate__(), "stagger": self.stagger, "shard": self.shard, "owner": self.owner}
 
     def __setstate__(self, state):                  # of a copy or a checkpoint, which may be older than an option
         super().__setstate__(state)
-        for group in self.param_groups:
-            if "factor_dtype" in self.defaults:
-                group.setdefault("factor_dtype", self.defaults["factor_dtype"])
+        for group in self.param_groups if "factor_dtype" in self.defaults else ():
+            group.setdefault("factor_dtype", self.defaults["factor_dtype"])
         self._stacks = {}
         self._plan()
 
@@ -166,9 +169,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def alike(self, params: list[Tensor]) -> list[list[Tensor]]:
         """This rank's parameters with a gradient, together where shape, type, number of updates and phase are equal, in lists of at most `stack_size` numbers."""
-        rank, alike = dist.get_rank() if self.shard else 0, {}
+        alike = {}
         for p in params:
-            if p.grad is not None and self.owner[p] == rank:
+            if p.grad is not None and self.owner[p] == self.rank:
                 require(not p.grad.is_sparse, f"{type(self).__name__} needs dense gradients; give the {tuple(p.shape)} tensor to SparseAdam.")
                 state = self.state[p]
                 alike.setdefault((p.shape, p.dtype, p.device, len(state), state.get("step"), self.phase[p]), []).append(p)
@@ -213,9 +216,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if self.shard:
             for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
                 box = [None]
-                if self.owner[p] == dist.get_rank() != 0:
+                if self.owner[p] == self.rank != 0:
                     dist.send_object_list([copy_to(self.state[p], "cpu")], 0)
-                elif dist.get_rank() == 0 != self.owner[p]:
+                elif self.rank == 0 != self.owner[p]:
                     dist.recv_object_list(box, self.owner[p])
                     state_dict["state"].update({i: box[0]} if box[0] else {})
         return state_dict
@@ -225,12 +228,15 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         saved_ids = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         for i, (p, group) in zip(saved_ids, [(p, group) for group in self.param_groups for p in group["params"]]):
-            if i in state_dict["state"] and self.owner[p] == (dist.get_rank() if self.shard else 0):
+            if i in state_dict["state"] and self.owner[p] == self.rank:
                 self.state[p] = self.fit(state_dict["state"][i], p, group)
 
     def fit(self, state: dict, p: Tensor, group: dict) -> dict:
         """A copy of a parameter's state on its device and in this optimizer's types."""
-        return copy_to(state, p.device, self.state_dtype(p))
+        fitted = copy_to(state, p.device, self.state_dtype(p))
+        if group.get("factor_dtype"):
+            fitted |= {key: copy_to(fitted[key], p.device, group["factor_dtype"]) for key in ("GG", "Q")}
+        return fitted
 
 
 def share_out(costs: list[float], bins: int, full: list[float] | None = None) -> list[int]:
@@ -377,11 +383,6 @@ def first_gram(x: Tensor, share: float, dtype: torch.dtype) -> Tensor:
     return s
 
 
-def fit_factors(state: dict, dtype: torch.dtype) -> dict:
-    """The state with factors and bases in that dtype."""
-    return {**state, **{key: [None if t is None else t.to(dtype) for t in state[key]] for key in ("GG", "Q")}}
-
-
 REFRESH = 2 + 8 / 3                                 # flops over n^3 of one side: S Q, and QR with its Q written out
 
 
@@ -424,9 +425,6 @@ class SOAP(MatrixOptimizer):
         has = self.preconditioned(shape, group)
         through = sum(2 * math.prod(shape) * d for d, one in zip(shape, has) if one)                  # u for a matrix
         return 3 * through, 2 * through + sum(REFRESH * d ** 3 for d, one in zip(shape, has) if one)
-
-    def fit(self, state, p, group):
-        return fit_factors(super().fit(state, p, group), group["factor_dtype"] or self.state_dtype(p))
 
     def update(self, params, group):
         g, b = self.gradients(params), shampoo_beta(group)
@@ -508,9 +506,6 @@ class KLShampoo(MatrixOptimizer):
         m, n = shape[0], math.prod(shape[1:])
         u = 2 * m * n * (m + n)
         return 3 * u + 2 * m * n * min(m, n), 2 * u + REFRESH * (m ** 3 + n ** 3)
-
-    def fit(self, state, p, group):
-        return fit_factors(super().fit(state, p, group), group["factor_dtype"] or self.state_dtype(p))
 
     def update(self, params, group):
         g = self.gradients(params).flatten(2)                               # (B, out, rest)

@@ -29,7 +29,6 @@ import functools
 import json
 import math
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -44,7 +43,7 @@ from tqdm import tqdm
 
 import claims
 import runtime
-from claims import ABLATIONS, METRICS, QUICK, TABLES, UNTRAINED, spread
+from claims import ABLATIONS, METRICS, QUICK, TABLES, UNTRAINED, mean_curve, spread
 
 HERE = Path(__file__).resolve().parent
 
@@ -149,10 +148,7 @@ AFTER = {"train_lm.py": quantize, "train_mae.py": functools.partial(probe, sets=
 def hardware():
     """What a reader needs to compare times and rounding."""
     import torch
-    name = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        name = next((l.split(":")[1].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if l.startswith("model name")), name)
-    return f"{os.cpu_count()} CPU cores ({name}), one thread per run, torch {torch.__version__}"
+    return f"{os.cpu_count()} CPU cores ({runtime.cpu_name()}), one thread per run, torch {torch.__version__}"
 
 
 class Results:
@@ -267,7 +263,7 @@ def lm_table(claim, results, seeds):
 def by_layer(runs, data, measure):
     """Mean over runs of a measure of probe.py by layer, a list; and the list over runs of those lists. Layer 0 is the embedding."""
     curves = [r["probed"][data][measure] for r in runs]
-    return [statistics.mean(v) for v in zip(*curves)], curves
+    return mean_curve(curves), curves
 
 
 PROBED = {"train_mae.py": dict(data="scenes", paper="paper, linear"), "train_sit.py": dict(data="mnist5k", paper="paper, FID"), "train_dino.py": dict(data="emoji", paper="paper")}
@@ -330,7 +326,7 @@ def dense_table(claim, results, seeds):
         trivial = good[0]["dense"]
         shown = [spread([r["shared_information"][-1] for r in good], 2), spread([r["feature_std"][-1] for r in good], 2), spread([r["token_cosine"][-1][-1] for r in good], 2)]
         for curves, first in (([r["probed"]["emoji"]["knn"] for r in good], 0), ([r["dense"]["miou"] for r in good], 1), ([r["dense"]["corloc"] for r in good], 1)):
-            mean = [statistics.mean(v) for v in zip(*curves)]
+            mean = mean_curve(curves)
             top = max(range(len(mean)), key=lambda l: mean[l])
             shown += [f"{spread([c[top] for c in curves])} ({top + first})", spread([c[-1] for c in curves])]
         shown.insert(7, spread([r["dense"]["miou_multi"] for r in good]))
@@ -353,7 +349,7 @@ def dense_figure(claim, results, seeds, path):
         style = dict(ls=":" if "untrained" in cell["name"] else "--" if "AdamW" in cell["name"] else "-", **(dict(color=next(greys)) if cell["name"].startswith("residual") else {}))
         measures = [[r["token_cosine"][-1] for r in runs], [r["probed"]["emoji"]["knn"] for r in runs], [r["dense"]["miou"] for r in runs], [r["dense"]["corloc"] for r in runs]]
         for axis, curves, first in zip(axes, measures, (0, 0, 1, 1)):
-            mean = [statistics.mean(v) for v in zip(*curves)]
+            mean = mean_curve(curves)
             line, = axis.plot(range(first, first + len(mean)), mean, "o", ms=3, label=cell["name"], **style)
             style["color"] = line.get_color()
         trivial = runs[0]["dense"]
@@ -419,7 +415,7 @@ def lm_figure(claim, results, seeds, path):
         runs = [r["quantized"] for s in range(seeds) if "quantized" in (r := results.data["runs"].get(final_key(cell, s), {}))]
         if runs and statistics.mean(r["loss"]["float32"] for r in runs) < -METRICS["train_lm.py"]["useless"]:
             style = dict(color=next(greys, ".8"), ls="--") if cell["name"].startswith("residual,") else {}
-            mean = [statistics.mean(v) for v in zip(*(r["kurtosis"] for r in runs))]
+            mean = mean_curve([r["kurtosis"] for r in runs])
             left.plot(range(1, len(mean) + 1), mean, "o", ms=3, label=cell["name"], **{"ls": "-", **style})
             cost = [statistics.mean(r["loss"][f"W8A{b}"] - r["loss"]["float32"] for r in runs) for b in bits]
             right.plot([f"A{b}" for b in bits], cost, "o", ms=3, **{"ls": "-", **style})
@@ -448,7 +444,7 @@ def figure(claim, results, seeds, path):
             if cell["opt"] == opt and runs:
                 color, line = style(label(cell))
                 epochs = range(1, len(runs[0]) + 1)
-                axis.plot(epochs, [statistics.mean(v) for v in zip(*runs)], line, color=color, label=label(cell))
+                axis.plot(epochs, mean_curve(runs), line, color=color, label=label(cell))
                 axis.fill_between(epochs, [min(v) for v in zip(*runs)], [max(v) for v in zip(*runs)], color=color, alpha=.15, lw=0)
         axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP", "muon": "Muon", "kl-shampoo": "KL-Shampoo"}[opt], ylim=(0, 100))
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -477,10 +473,6 @@ def paper_figure(panels, path):
             panel(axis)
         fig.savefig(path, dpi=150, transparent=True)
         plt.close(fig)
-
-
-def mean_curve(curves):
-    return [statistics.mean(v) for v in zip(*curves)]
 
 
 def paper1(e, path):
@@ -522,7 +514,7 @@ def paper2(e, path):
     def cost(axis):
         for cell, color, style in cells:
             axis.plot([f"A{b}" for b in claims.COST], [statistics.mean(e(m, "lm", cell)) for m in claims.COST.values()], style, color=color, marker="o", ms=3)
-        axis.set(xlabel="bits of activations (weights 8)", ylabel="loss added, nats per byte", yscale="symlog", title="what rounding costs")
+        axis.set(xlabel="bits of activations (weights 8)", ylabel="loss added, nats per byte", title="what rounding costs")
         axis.set_yscale("symlog", linthresh=1e-3)
     paper_figure((kurtosis, cost), path)
 

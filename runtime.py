@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -407,6 +408,13 @@ def check_val(value, step, lr):
     """Stop where the validation loss is not finite: the update before it blew the weights up. The value is equal on all ranks."""
     if not math.isfinite(value):
         raise BadInput(f"the validation loss is not finite after step {step} (lr {lr:.3g}): lower --lr, raise --warmup or set --clip; the last checkpoint is from before it")
+
+
+def cpu_name():
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        name = next((l.split(":")[1].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if l.startswith("model name")), name)
+    return name
 
 
 def git_revision():

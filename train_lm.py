@@ -134,19 +134,17 @@ def get_args(argv=None):
 
 def resolve_init(args, skipless_init):
     """Fill in --init and its constants where they were left out; a constant alone chooses its init, and with another one it is refused."""
-    adopted = {k for constants in CONSTANTS.values() for k in constants if getattr(args, k) is None}
     runtime.fill_constants(args, CONSTANTS)
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
         args.init = skipless_init if args.shortcut == "skipless" else "default"
-    constants = {}
+    constants = dict(center=0.0)                                 # and what the init chooses itself: next to it no constant is given
     if args.init == "paper":
         constants.update(alpha_qk=0.9)
     elif args.init == "auto":
         constants.update(init.choose_lm_constants(args.embed_dim, args.num_heads, args.block_size, args.depth, args.temperature_beta, args.attention_scale))
-    if args.center is None:
-        args.center = constants.get("center", 0.0)
-    for k in adopted & set(constants):
-        setattr(args, k, constants[k])
+    if args.center is not None:
+        constants["center"] = args.center
+    vars(args).update(constants)
 
 
 def build_model(args, vocab_size):

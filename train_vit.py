@@ -236,14 +236,10 @@ def build_model(args, images):
         elif args.init == "paper":
             constants = init.PAPER_CONSTANTS[args.size]
         else:
-            constants = dict(alpha=args.alpha, beta=args.beta, c=args.c, cancel_mean=args.cancel_mean, mlp_gain=args.mlp_gain)
+            constants = {k: getattr(args, k) for k in CONSTANTS[args.init]}
     except ValueError as error:                                  # the model's own sentence on a size that does not fit
         raise BadInput(str(error)) from error
-    if args.init == "residual-free":
-        constants = {k: getattr(args, k) for k in CONSTANTS["residual-free"]}
-        init.init_residual_free_lm(raw, *constants.values())
-    else:
-        init.init_skipless_vit(raw, **constants)
+    (init.init_residual_free_lm if args.init == "residual-free" else init.init_skipless_vit)(raw, **constants)
     return raw, f"{args.init}: " + ", ".join(f"{k} {v:.3g}" for k, v in constants.items())
 
 
