@@ -358,6 +358,15 @@ def measure(train_x, train_y, val_x, val_y, ks, args, device):
     return [*near, linear, effective_rank(val_x, args.center), float(val_x.norm(dim=1).mean())]
 
 
+def of_pixels(images, transform, ks, args, world):
+    """k-NN of the clean images themselves, as the net is given them: what one has without a net. {k: fraction}, the same on every rank."""
+    flat = []
+    for part in (images.train, images.val):
+        batches = data.eval_batches(part, transform, args.batch_size, world.rank, world.size, args.workers)
+        flat.append(gather(torch.cat([x.flatten(1) for x, _ in batches]), world).to(world.device))
+    return dict(zip(map(str, ks), knn(flat[0], images.train.labels, flat[1], images.val.labels, ks, args.temperature)))
+
+
 def probe_checkpoint(path, net, saved, images, transform, args, world, dtype):
     """The record of one checkpoint: what it is, and a row per layer. Each rank extracts its share of the samples, then measures its share of the layers."""
     start = time.perf_counter()
@@ -384,7 +393,8 @@ def probe_checkpoint(path, net, saved, images, transform, args, world, dtype):
     return dict(checkpoint=str(path), name=folder.resolve().name, kind=saved.get("kind", "vit"), step=saved["step"], weights=saved["weights"], alpha_eff=getattr(net, "alpha_eff", None),
                 data=args.data or saved["data"], train_images=len(train_y), val_images=len(val_y), classes=len(images.classes),
                 majority=float(val_y.bincount().max() / len(val_y)), k=ks, seconds=time.perf_counter() - start,
-                best=dict(layer=best, of=len(net.blocks), k=int(k), knn=rows[best]["knn"][k]), layers=rows)
+                best=dict(layer=best, of=len(net.blocks), k=int(k), knn=rows[best]["knn"][k]), layers=rows,
+                pixels=of_pixels(images, transform, ks, args, world) if args.pixels else None)
 
 
 def describe(record, args):
@@ -394,6 +404,7 @@ def describe(record, args):
             + ("" if record["alpha_eff"] is None else f", alpha_eff {record['alpha_eff']:.3g}") + "\n"
             f"{record['data']}: bank of {record['train_images']}, {record['val_images']} validation images, {record['classes']} classes, "
             f"the largest of them {100 * record['majority']:.1f} %"
+            + ("" if record["pixels"] is None else "\nraw pixels: " + ", ".join(f"{k}-NN {100 * v:.1f} %" for k, v in record["pixels"].items()))
             + f"\nnote: k {', '.join(map(str, capped))} exceeds the bank and is {record['train_images']}" * bool(capped))
 
 
@@ -838,6 +849,7 @@ def get_args(argv=None):
     add = command.add_argument_group("measures").add_argument
     add("--k", type=number(int, low=1), nargs="+", default=[10, 20, 100, 200], help="neighbours; capped at the training set. The best layer is that of 20, or of the first")
     add("--temperature", type=number(float, above=0), default=0.07, help="of the k-NN vote")
+    add("--pixels", action="store_true", help="also k-NN on the images themselves, without a net: for small images, since all pixels of the set are held at once")
     add("--linear", choices=[*PROTOCOLS, "none"], default="lbfgs",
         help="linear probe: " + "; ".join(f"{k}: {v}" for k, v in PROTOCOLS.items()) + " (it needs thousands of steps: for large sets)")
     add("--l2", type=number(float, above=0), default=1e-3, help="for lbfgs and ridge")

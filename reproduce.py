@@ -640,14 +640,14 @@ def quick_table(folder):
     for claim in claims.QUICK_CLAIMS:
         now, then = claims.judge(claim, short), claims.judge(claim, full)
         rows.append([claim.paper, claim.says, now["ours"], "as said" if now["verdict"] in claims.VERDICTS[:2] else "otherwise", then["ours"], then["verdict"]])
-    return markdown(["paper", "it says", "short runs, seed 0", "order", "recorded, full", "verdict"], rows)
+    return markdown(["paper", "it says", "short runs", "order", "recorded, full", "verdict"], rows)
 
 
 def get_args(argv=None):
     number = runtime.number
     parser = runtime.Parser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tables, or all, or claims (verdicts alone); none is the quick mode")
-    parser.add_argument("--seeds", type=number(int, low=1), default=3, help="final runs per cell")
+    parser.add_argument("--seeds", type=number(int, low=1), default=None, help="final runs per cell; None is 3, or 1 in quick mode")
     parser.add_argument("--jobs", type=number(int, low=1), default=os.cpu_count(), help="runs at a time, one thread each")
     parser.add_argument("--list", "--dry-run", action="store_true", help="show the runs that remain, with the time they take, and stop")
     parser.add_argument("--only", default="", help="only the cells whose name contains this text")
@@ -658,8 +658,10 @@ def get_args(argv=None):
             raise runtime.BadInput(f"there is no table {name!r}: give some of {', '.join(TABLES)}, or all, or claims")
     args.quick = not args.names
     args.tables = QUICK if args.quick else {name: TABLES[name] for name in (TABLES if "all" in args.names else args.names) if name != "claims"}
-    args.seeds = 1 if args.quick else args.seeds
-    args.folder = Path(args.results) if args.results else HERE / ("out/reproduce-quick" if args.quick else "results")
+    args.seeds = args.seeds or (1 if args.quick else 3)
+    args.folder = Path(args.results).resolve() if args.results else HERE / ("out/reproduce-quick" if args.quick else "results")
+    if args.quick and (args.folder / "claims.json").exists():
+        raise runtime.BadInput(f"--results {args.results} holds full runs, which the short ones of quick mode would replace: give another folder, or the name of a table")
     return args
 
 

@@ -298,16 +298,33 @@ def test_averaged_weights_by_default_and_several_checkpoints(tmp_path, capsys):
 
 
 def test_two_ranks_equal_one(run, tmp_path):
-    flags = ["layers", "--device", "cpu", "--threads", "1", "--linear", "lars", "--probe-epochs", "3", "--probe-batch-size", "300", "--ckpt", str(run)]
+    flags = ["layers", "--device", "cpu", "--threads", "1", "--linear", "lars", "--probe-epochs", "3", "--probe-batch-size", "300", "--pixels", "--ckpt", str(run)]
     one = probe.main([*flags, "--out", str(tmp_path / "one")])
     codes, outputs = launch_ranks(2, probe.main, [*flags, "--out", str(tmp_path / "two")], folder=tmp_path)
     assert codes == [0, 0], outputs
     assert "best layer" in outputs[0] and not outputs[1]
-    one, two = (record(tmp_path / n)["checkpoints"][0]["layers"] for n in ("one", "two"))
+    one, two = (record(tmp_path / n)["checkpoints"][0] for n in ("one", "two"))
+    assert one["pixels"] == two["pixels"]
+    one, two = one["layers"], two["layers"]
     assert len(one) == len(two) == 4
     for a, b in zip(one, two):                                    # batches of other samples round otherwise: a near tie may fall to the other side
         assert a["knn"] == pytest.approx(b["knn"], abs=.003) and a["linear"] == pytest.approx(b["linear"], abs=.003)
         assert a["effective_rank"] == pytest.approx(b["effective_rank"], rel=1e-5) and a["norm"] == pytest.approx(b["norm"], rel=1e-5)
+
+
+def test_k_nn_of_pixels(run, capsys):
+    """Against scikit-learn's neighbours of the standardised images; without the flag there is none."""
+    neighbors = pytest.importorskip("sklearn.neighbors")
+    layers(run, "--pixels", "--k", "1", "20")
+    images = data.load_images("digits8x8")
+    x, y = ([f(part) for part in (images.train, images.val)] for f in (lambda p: ((p.images.double() / 255 - images.mean[0]) / images.std[0]).flatten(1).numpy(), lambda p: p.labels.numpy()))
+    found = record(run)["checkpoints"][0]["pixels"]
+    for k, weights in (("1", "uniform"), ("20", lambda d: np.exp(-d / .07))):          # cosine distances: exp(cosine / .07) up to a factor
+        truth = neighbors.KNeighborsClassifier(int(k), weights=weights, metric="cosine", algorithm="brute").fit(x[0], y[0]).score(x[1], y[1])
+        assert found[k] == pytest.approx(truth, abs=2.5 / len(y[1])) and .8 < truth < 1            # near ties may fall to the other side
+    assert f"raw pixels: 1-NN {100 * found['1']:.1f} %, 20-NN {100 * found['20']:.1f} %" in capsys.readouterr().out
+    layers(run)
+    assert record(run)["checkpoints"][0]["pixels"] is None and "raw pixels" not in capsys.readouterr().out
 
 
 def gather_on_rank():

@@ -1,13 +1,17 @@
 """README: every command exists and those that run on a laptop run, every number is a recorded one, every link leads somewhere, every table is what the JSON gives."""
 import functools
 import importlib
+import itertools
 import json
+import math
 import re
 import shlex
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 from torch.distributed import run as torchrun
 
 import bench
@@ -110,6 +114,43 @@ def test_the_training_commands_run(script, flags, tmp_path, capsys, monkeypatch)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture(scope="module")
+def at_scale(tmp_path_factory):
+    """{path in README: a miniature of it}: folders of JPEGs in two classes, a text to be made shards, and checkpoints that later commands read."""
+    folder, draw = tmp_path_factory.mktemp("scale"), np.random.default_rng(0)
+    for split, label in itertools.product(("train", "val"), ("a", "b")):
+        (folder / "imagenet" / split / label).mkdir(parents=True)
+        for i in range(4):
+            pixels = draw.integers(0, 255, (13, 15, 3), dtype=np.uint8)
+            Image.fromarray(pixels).resize((300, 260)).save(folder / "imagenet" / split / label / f"{i}.jpeg")
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.txt").write_text((ROOT / "data" / "shakespeare_1mb.txt").read_text()[:80_000])
+    prepare.main([str(folder / "corpus"), "--out", str(folder / "shards"), "--tokenizer", "gpt2-32k", "--val", "0.3"])
+    (folder / "latents").mkdir()
+    for name in ("", "val_"):
+        np.save(folder / "latents" / f"{name}latents.npy", draw.standard_normal((4, 4, 32, 32), dtype=np.float32))
+        np.save(folder / "latents" / f"{name}labels.npy", np.arange(4) % 2)
+    train_mae.main(["--preset", "paper", "--data", str(folder / "imagenet"), *SMALL["train_mae.py"], "--out", str(folder / "mae")])
+    return {"/path/to/imagenet": folder / "imagenet", "data/fineweb-edu": folder / "shards", "data/latents": folder / "latents", "out/mae-base-decayed0.6-adamw-seed0/ckpt.pt": folder / "mae" / "ckpt.pt"}
+
+
+TINY = ["--size", "tiny", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--epochs", "1", "--warmup", "0", "--workers", "1", "--threads", "1", "--device", "cpu"]
+SMALL = {"train_vit.py": TINY, "train_dino.py": [*TINY, "--out-dim", "64"], "train_mae.py": [*TINY, "--decoder-depth", "1"],
+         "train_lm.py": ["--embed-dim", "96", "--num-heads", "2", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--steps", "2", "--warmup", "0", "--eval-tokens", "1024", "--threads", "1", "--device", "cpu"],
+         "train_sit.py": ["--size", "nano", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--steps", "2", "--warmup", "0", "--workers", "1", "--threads", "1", "--device", "cpu"]}
+SCALED = dict.fromkeys((script, tuple(flags)) for script, flags in SCRIPTS if script in TRAIN and "--preset" in flags and not {"--vae", "--sample"} & set(flags))
+
+
+@pytest.mark.parametrize("script, flags", SCALED, ids=lambda c: c if isinstance(c, str) else " ".join(c))
+def test_the_papers_presets_run(script, flags, at_scale, tmp_path, capsys):
+    """The commands of the section on scale: their recipe and image size, with a small net, a batch of four and two updates."""
+    flags = [str(at_scale.get(flag, flag)) for flag in flags]
+    TRAIN[script].main([*flags, *SMALL[script], "--out", str(tmp_path)])
+    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert steps[-1]["step"] == 2 and all(math.isfinite(row["loss"]) for row in steps if "loss" in row)
+    assert (tmp_path / "ckpt.pt").exists() and (tmp_path / "curve.png").exists()
+
+
 def test_the_two_commands_stand_alone():
     """Each on one line, with its own set-up, on the first screen; the first is run above, .ci/run calls the second as printed."""
     assert f"```\n{SETUP}train_vit.py --skipless --opt soap\n```" in README.partition("## ")[0]
@@ -208,8 +249,34 @@ def test_links_lead_somewhere():
 # numbers
 
 NUMBER = re.compile(r"(?<![\w./,-])\d*\.\d+(?![\w]|\.\d)")
+WHOLE = re.compile(r"(?<![\w./,^-])(?:\d{1,3}(?:,\d{3})+|\d+)(?![\w]|[.,]\d)")            # looked up from 13 on: below, it counts layers, seeds and papers
 PAIR = re.compile(r"(\d*\.\d+) ± (\d*\.\d+)")
 SETTINGS = {                                                     # what is no measurement of ours: a phrase of README, and where its number comes from
+    "(4,000 + 1,000)": "images of mnist5k",
+    "4,000 training digits": "images of mnist5k",
+    "ImageNet-1k, 300 epochs": "paper 1",
+    "224 px, 300 epochs, batch 1,024": "paper 1",
+    "heads of 32 dimensions": "size of the laptop ViT",
+    "[at 24]": "layers, the table's title",
+    "heads of 64": "size of the net",
+    "408 steps": "6 epochs of 2,202 images in batches of 32",
+    "12 layers of width 128": "size of the laptop language model",
+    "300 steps of 1,024": "--steps, and tokens a step",
+    "after 300 steps": "--steps",
+    "after 200 steps": "--steps of the searches",
+    "24 layers of 768, 13 G tokens": "paper 2",
+    "the paper's are 750 and 40,000": "paper 2, rounded",
+    "12 layers of width 96": "size of the laptop MAE",
+    "548 steps of 32 images": "4 epochs of 4,404 images",
+    "ViT-B/16, 800 epochs": "paper 3",
+    "is for 28 layers": "paper 3",
+    "some 150 steps": "read off the curves",
+    "194 M parameters on FineWeb-Edu (context 512, 512 sequences a step, 50,000 steps)": "paper 2",
+    "100 items": "lines of data/commonsense",
+    "batch 8,192, 800 epochs": "paper 3",
+    "parameter count, 194 M": "paper 2",
+    "untied it is 219 M": "32,000 x 768 more",
+    "1,600 epochs, its own runs have 800": "paper 3",
     "1.35 M parameters": "size of the laptop ViT",
     "2.4 M parameters": "size of the laptop language model",
     "(2, .6, 3)": "constants printed in paper 1",
@@ -268,18 +335,29 @@ def digits(number):
     return len(number.split(".")[1])
 
 
+def whole(text):
+    """The integers from 13 on: (as printed, value, half of the last place that is no zero behind a comma)."""
+    for found in WHOLE.findall(text):
+        value = int(found.replace(",", ""))
+        if value > 12:
+            yield found, value, .5 * (10 ** (len(str(value)) - len(str(value).rstrip("0"))) if "," in found else 1)
+
+
 def close(value, number):
     return abs(abs(value) - float(number)) <= .5 * 10 ** -digits(number) + 1e-12
 
 
 def strangers(part, names):
-    """The decimal numbers in a part of README's prose that no record of these names has, after rounding to the digits printed; of mean ± std, the pair."""
+    """The numbers in a part of README's prose that no record of these names has, after rounding to the digits printed; of mean ± std, the pair."""
     numbers, pairs = [pair for name in names for pair in pool(name)[0]], [pair for name in names for pair in pool(name)[1]]
     for found in PAIR.finditer(part):
         if not any(all(digits(p) >= digits(n) and close(float(p), n) for p, n in zip(pair, found.groups())) for pair in pairs):
             yield found.group()
     for number in NUMBER.findall(PAIR.sub("", part)):
         if not any((d is None or d >= digits(number)) and close(value, number) for value, d in numbers):
+            yield number
+    for number, value, half in whole(NUMBER.sub("", part)):
+        if not any(abs(abs(v) - value) <= half + 1e-12 for v, _ in numbers):
             yield number
 
 
@@ -293,6 +371,7 @@ def test_every_number_is_recorded():
 
 def test_a_made_up_number_is_caught():
     assert all_strangers("## A\nsee [lm](results/lm.md): 1.940 and 9.876, or 1.940 ± .010\n## B\nno link: 1.940") == ["1.940 ± .010", "9.876", "1.940"]
+    assert all_strangers("## A\n[x](results/lm.md), 3 seeds and 7,654 of 98 things") == ["7,654", "98"] and list(whole("8 to 37,000, 1,776")) == [("37,000", 37000, 500), ("1,776", 1776, .5)]
     assert all_strangers("## A\nin `--lr 9.87`, [2510.00345](https://arxiv.org/abs/2510.00345), 1.94 ± .02, [x](results/lm.md)\n\nas above: 1.940.") == []
     caught = []                                                  # every number of README in turn, changed by 37 in the last digit
     for part, names in prose(README):

@@ -405,15 +405,27 @@ def test_the_verdicts_on_disk_follow_from_the_recorded_runs():
 
 @pytest.mark.parametrize("name", list(claims.TABLES))
 def test_recorded_runs_are_those_declared(name):
-    """The command of every final run, but for runs that cells have left behind; and no run costs more than its share (twice as long where cores are shared)."""
+    """Every record is of a cell, and of the command that is declared for it today; and no run costs more than its share (twice as long where cores are shared)."""
     claim, results = claims.TABLES[name], reproduce.Results(ROOT / "results" / f"{name}.json")
+    declared = {}
     for cell in claim["cells"]:
         lr, _ = reproduce.best_lr(cell, results, claims.METRICS[claim["script"]])
-        for seed in range(3):
-            if (key := reproduce.final_key(cell, seed)) in results.data["runs"]:
-                assert results.data["runs"][key]["command"] == "python " + reproduce.command(claim, cell, lr, seed, claim["final"])
+        declared |= {reproduce.final_key(cell, seed): reproduce.command(claim, cell, lr, seed, claim["final"]) for seed in range(10) if lr is not None}
+        tried = [float(key.split()[-1]) for key in results.data["runs"] if key.startswith(f"search | {cell['name']} | lr ")]
+        declared |= {reproduce.search_key(cell, lr): reproduce.command(claim, cell, lr, 1000, claim["search"]) for lr in tried}
+    assert {key: record["command"] for key, record in results.data["runs"].items()} == {key: f"python {declared.get(key)}" for key in results.data["runs"]}
     seconds = [r["seconds"] for r in results.data["runs"].values() if "seconds" in r]
     assert claim["minutes"] <= 5 and (not seconds or statistics.median(seconds) < 600)
+
+
+def test_short_runs_never_replace_full_ones(tmp_path, monkeypatch):
+    """Both would bear the same names in one folder."""
+    monkeypatch.chdir(ROOT)
+    for folder in ("results", str(ROOT / "results")):
+        with pytest.raises(BadInput, match="--results .*results holds full runs.* give another folder"):
+            reproduce.main(["--results", folder])
+    assert reproduce.get_args(["table1", "--results", "results"]).folder == reproduce.HERE / "results"          # README's tables follow, however one writes it
+    assert reproduce.get_args(["--results", str(tmp_path)]).seeds == 1 and reproduce.get_args(["--seeds", "2"]).seeds == 2 and reproduce.get_args(["lm"]).seeds == 3
 
 
 def test_quick_mode_is_a_fixed_list(tmp_path, capsys):
