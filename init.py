@@ -407,8 +407,8 @@ def bisect(ok, low, high, steps=25):
     return high
 
 
-# (alpha, beta, c). Paper 1 prints two: ViT-B (supervised) and ViT-S (DINO). nano is measured (results/table1.md): its heads have 32 dimensions,
-# half of the paper's 64, and ViT-B's printed constants lose 9 points there. tiny has heads of 64 and keeps
+# (alpha, beta, c). Paper 1 prints two: ViT-B (supervised) and ViT-S (DINO). nano's were chosen by hand (results/constants.md has
+# their neighbours): its heads have 32 dimensions, half of the paper's 64, and ViT-B's printed constants lose 9 points there (results/table1.md). tiny has heads of 64 and keeps
 # ViT-S's, measured beside nano's (results/tiny.md); large takes ViT-B's.
 PAPER_CONSTANTS = {
     "nano": dict(alpha=1.0, beta=2.0, c=3.0),
@@ -525,10 +525,11 @@ def plot_report(results, path, title):
               ("rank", "effective rank of the tokens")]
     for axis, (key, label) in zip(axes, panels):
         for name, rows in results.items():
-            axis.plot(range(1, len(rows) + 1), [r[key] for r in rows], "o-", ms=3, label=name)
+            axis.plot(range(1, len(rows) + 1), [r[key] for r in rows], "o-", ms=3, label=name, lw=5 if name == "default" else 1.5)       # VO only lies on it
         axis.set(xlabel="block", title=label, yscale="log" if key == "kappa_K" else "linear")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=.3)
-    axes[0].legend(frameon=False, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -163,8 +163,8 @@ class Results:
         """Take over what the file holds by now. Raises BadInput where that is no record of runs."""
         if self.path.exists():
             try:
-                self.data["runs"].update(json.loads(self.path.read_text())["runs"])
-            except (ValueError, KeyError, TypeError) as error:
+                self.data["runs"].update(dict(json.loads(self.path.read_text())["runs"].items()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise runtime.BadInput(f"{self.path} is damaged: restore it from the repository, or delete it to run its table again") from error
 
     def put(self, key, record):
@@ -458,7 +458,7 @@ def figure(claim, results, seeds, path):
 # ---------------------------------------------------------------------------------------------------------------------
 # One figure per paper, for the README: legible on white and on black.
 
-GREY, BLUE, ORANGE, GREEN, PINK, VIOLET = "#7d8590", "#2f81f7", "#d9701e", "#2da44e", "#db61a2", "#a371f7"
+GREY, BLUE, ORANGE, GREEN, PINK, VIOLET = "#6e7681", "#2f81f7", "#d9701e", "#2da44e", "#db61a2", "#a371f7"
 
 
 def paper_figure(panels, path):
@@ -475,23 +475,35 @@ def paper_figure(panels, path):
         plt.close(fig)
 
 
+def whole_runs(e, table, cell):
+    """Those that did not diverge: a curve of half a run would end in nothing."""
+    if not (found := [r for r in e.runs(table, cell) if "diverged" not in r]):
+        raise claims.NotMeasured(f"every run of {table}, {cell} diverged")
+    return found
+
+
+def bar(values):
+    """(mean, standard deviation) of the runs that did not diverge; nan and 0 draw nothing."""
+    good = [v for v in values if not math.isnan(v)]
+    return statistics.mean(good) if good else math.nan, statistics.stdev(good) if len(good) > 1 else 0
+
+
 def paper1(e, path):
     """Accuracy of shortcut x init x optimizer, and by epoch."""
     nets = {"residual": "residual, default init", "residual\n+ init": "residual, paper init", "skipless": "skipless, default init", "skipless\n+ init": "skipless, paper init"}
 
     def corners(axis):
         for shift, opt, color in ((-.2, "AdamW", BLUE), (.2, "SOAP", ORANGE)):
-            values = [e(claims.TOP1, "table1", f"{net}, {opt}") for net in nets.values()]
-            spreads = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
-            bars = axis.bar([i + shift for i in range(len(nets))], [statistics.mean(v) for v in values], .38, yerr=spreads, color=color, ecolor=GREY, capsize=2, label=opt)
-            axis.bar_label(bars, fmt="%.0f", fontsize=8.5, color=GREY, padding=2)
-        axis.set(xticks=range(len(nets)), xticklabels=list(nets), ylabel="top-1, %", ylim=(0, 112), title="both halves are needed without shortcuts")
+            means, spreads = zip(*(bar(e(claims.TOP1, "table1", f"{net}, {opt}")) for net in nets.values()))
+            bars = axis.bar([i + shift for i in range(len(nets))], means, .38, yerr=spreads, color=color, ecolor=GREY, capsize=2, label=opt)
+            axis.bar_label(bars, fmt="%.1f", fontsize=7.5, color=GREY, padding=2)
+        axis.set(xticks=range(len(nets)), xticklabels=list(nets), ylabel="top-1, %", ylim=(0, 112), title="without shortcuts, init and SOAP are both needed")
         axis.legend(loc="upper center", ncols=2)
 
     def epochs(axis):
         for cell, color, style in (("residual, default init, AdamW", BLUE, "--"), ("residual, default init, SOAP", ORANGE, "--"), ("skipless, default init, SOAP", PINK, "-"),
                                    ("skipless, paper init, AdamW", BLUE, "-"), ("skipless, paper init, SOAP", ORANGE, "-")):
-            curves = [r["val_top1"] for r in e.runs("table1", cell)]
+            curves = [r["val_top1"] for r in whole_runs(e, "table1", cell)]
             axis.plot(range(1, len(curves[0]) + 1), mean_curve(curves), style, color=color, label=claims.label(cell).replace(" paper", ""))
         axis.set(xlabel="epoch", title="validation accuracy by epoch", ylim=(0, 100))
         axis.legend(loc="lower right")
@@ -505,7 +517,7 @@ def paper2(e, path):
 
     def kurtosis(axis):
         for cell, color, style in cells:
-            curve = mean_curve([r["quantized"]["kurtosis"] for r in e.runs("lm", cell)])
+            curve = mean_curve([r["quantized"]["kurtosis"] for r in whole_runs(e, "lm", cell)])
             axis.plot(range(1, len(curve) + 1), curve, style, color=color, label=cell)
         axis.set(xlabel="block", ylabel="excess kurtosis", title="tails by depth, each net at its own lr")
         axis.set_ylim(top=1.35 * axis.get_ylim()[1])                          # room for the legend
@@ -513,7 +525,7 @@ def paper2(e, path):
 
     def cost(axis):
         for cell, color, style in cells:
-            axis.plot([f"A{b}" for b in claims.COST], [statistics.mean(e(m, "lm", cell)) for m in claims.COST.values()], style, color=color, marker="o", ms=3)
+            axis.plot([f"A{b}" for b in claims.COST], [bar(e(m, "lm", cell))[0] for m in claims.COST.values()], style, color=color, marker="o", ms=3)
         axis.set(xlabel="bits of activations (weights 8)", ylabel="loss added, nats per byte", title="what rounding costs")
         axis.set_yscale("symlog", linthresh=1e-3)
     paper_figure((kurtosis, cost), path)
@@ -525,17 +537,23 @@ def paper3(e, path):
 
     def layers(axis):
         for cell, color in zip(cells, (GREY, BLUE, GREEN, ORANGE, PINK)):
-            curve = mean_curve([r["probed"]["scenes"]["knn"] for r in e.runs("mae", cell)])
+            curve = mean_curve([r["probed"]["scenes"]["knn"] for r in whole_runs(e, "mae", cell)])
             axis.plot(range(len(curve)), curve, color=color, label=f"alpha_min {cells[cell]}" + ", plain shortcuts" * (cells[cell] == "1"), lw=2.4 if cells[cell] == ".6" else 1.2)
+        if "pixels" in e.data:
+            scenes = e.data["pixels"]["sets"]["scenes"]
+            for level, text in ((scenes["knn20"], "raw pixels"), (scenes["largest_class"], "the largest class alone")):
+                axis.axhline(level, ls=":", color=GREY)
+                axis.annotate(text, (0, level), (0, 2), textcoords="offset points", fontsize=8)
         axis.set(xlabel="layer (0: embedding)", ylabel="k-NN, %", title="what frozen features know")
-        axis.legend(loc="upper left")
+        axis.set_ylim(top=1.1 * axis.get_ylim()[1])                           # room for the legend
+        axis.legend(loc="upper left", ncols=2)
 
     def rank(axis):
         axis.set(title="rank falls as the shortcut decays", xlabel="alpha_min", xticks=range(len(cells)), xticklabels=cells.values())
         for side, shift, measure, color, text in ((axis, -.06, claims.RANK, VIOLET, "effective rank of the last layer, nats"),
                                                   (axis.twinx(), .06, claims.KNN, ORANGE, "k-NN of the best layer, %")):
-            values = [e(measure, "mae", cell) for cell in cells]
-            side.errorbar([i + shift for i in range(len(cells))], [statistics.mean(v) for v in values], [statistics.stdev(v) if len(v) > 1 else 0 for v in values], fmt="o-", ms=4, capsize=3, color=color)
+            means, spreads = zip(*(bar(e(measure, "mae", cell)) for cell in cells))
+            side.errorbar([i + shift for i in range(len(cells))], means, spreads, fmt="o-", ms=4, capsize=3, color=color)
             side.set_ylabel(text, color=color)
             side.grid(False)
     paper_figure((layers, rank), path)
@@ -585,8 +603,9 @@ def complete(name, claim, results, seeds, jobs):
             tqdm.write(f"{key}: {results.final(key, metric=METRICS[claim['script']]['final']):.4g}")
 
 
-def present(name, claim, results, seeds, folder):
-    """The table and the figure of what is recorded."""
+def present(name, claim, results, folder):
+    """The table and the figure of what is recorded, of all seeds as in the verdicts."""
+    seeds = 1 + max((int(key.split()[-1]) for key in results.data["runs"] if key.startswith("final")), default=0)
     text = SHOW.get(name, SHOW[claim["script"]])(claim, results, seeds)
     where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
     (folder / f"{name}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
@@ -598,9 +617,16 @@ def present(name, claim, results, seeds, folder):
 
 
 def recorded(folder):
-    """{table: its runs} of all that a folder holds, and "init": what `python init.py` wrote."""
+    """{table: its runs} of all that a folder holds, and "init", "pixels": what `python init.py` wrote, and `probe.py layers --pixels`."""
     data = {name: Results(folder / f"{name}.json").data["runs"] for name in TABLES if (folder / f"{name}.json").exists()}
-    return data | ({"init": json.loads((folder / "init.json").read_text())} if (folder / "init.json").exists() else {})
+    for name, keys in (("init", ("args", "rows")), ("pixels", ("sets",))):
+        if (folder / f"{name}.json").exists():
+            try:
+                data[name] = json.loads((folder / f"{name}.json").read_text())
+                [data[name][key] for key in keys]
+            except (ValueError, KeyError, TypeError) as error:
+                raise runtime.BadInput(f"{folder / f'{name}.json'} is damaged: restore it from the repository, or delete it") from error
+    return data
 
 
 def headlines(rows):
@@ -647,10 +673,10 @@ def get_args(argv=None):
     number = runtime.number
     parser = runtime.Parser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="tables, or all, or claims (verdicts alone); none is the quick mode")
-    parser.add_argument("--seeds", type=number(int, low=1), default=None, help="final runs per cell; None is 3, or 1 in quick mode")
+    parser.add_argument("--seeds", type=number(int, low=1), default=None, help="final runs per cell to be made; None is 3, or 1 in quick mode; tables and verdicts show all that are recorded")
     parser.add_argument("--jobs", type=number(int, low=1), default=os.cpu_count(), help="runs at a time, one thread each")
     parser.add_argument("--list", "--dry-run", action="store_true", help="show the runs that remain, with the time they take, and stop")
-    parser.add_argument("--only", default="", help="only the cells whose name contains this text")
+    parser.add_argument("--only", default="", help="run only the cells whose name contains this text")
     parser.add_argument("--results", default=None, help="folder for JSON, tables and figures; None is results, or out/reproduce-quick in quick mode")
     args = parser.parse_args(argv)
     for name in args.names:
@@ -660,18 +686,29 @@ def get_args(argv=None):
     args.tables = QUICK if args.quick else {name: TABLES[name] for name in (TABLES if "all" in args.names else args.names) if name != "claims"}
     args.seeds = args.seeds or (1 if args.quick else 3)
     args.folder = Path(args.results).resolve() if args.results else HERE / ("out/reproduce-quick" if args.quick else "results")
-    if args.quick and (args.folder / "claims.json").exists():
-        raise runtime.BadInput(f"--results {args.results} holds full runs, which the short ones of quick mode would replace: give another folder, or the name of a table")
+    if args.results == "":
+        raise runtime.BadInput("--results is empty: give a folder, or leave it out")
     return args
+
+
+def selected(args, stored):
+    """The tables with the cells that --only leaves. Raises BadInput where it leaves nothing that can be run."""
+    work = {name: dict(table, cells=[c for c in table["cells"] if args.only in c["name"]]) for name, table in args.tables.items()}
+    if work and not any(table["cells"] for table in work.values()):
+        raise runtime.BadInput(f"--only {args.only!r} names no cell: {'; '.join(c['name'] for table in args.tables.values() for c in table['cells'])}")
+    for name, table in work.items():
+        for cell in table["cells"]:
+            if isinstance(cell["lrs"], str) and cell["lrs"] not in [c["name"] for c in table["cells"]] and best_lr(cell, stored[name], METRICS[table["script"]])[0] is None:
+                raise runtime.BadInput(f"--only {args.only!r}: {cell['name']} of {name} takes over the lr of {cell['lrs']}, which is not yet searched: run that first, or leave --only out")
+    return {name: table for name, table in work.items() if table["cells"] or not args.tables[name]["cells"]}
 
 
 def main(argv=None):
     args = get_args(argv)
-    work = {name: dict(table, cells=[c for c in table["cells"] if args.only in c["name"]]) for name, table in args.tables.items()}
-    for name, claim in work.items():
-        if not claim["cells"]:
-            raise runtime.BadInput(f"--only {args.only!r} names no cell of {name}: {'; '.join(c['name'] for c in args.tables[name]['cells'])}")
-    stored = {name: Results(args.folder / f"{name}.json") for name in work}
+    stored = {name: Results(args.folder / f"{name}.json") for name in args.tables}
+    work = selected(args, stored)
+    if args.quick and any(key in stored[name].data["runs"] for name in work for key, _ in pending(work[name], stored[name], args.seeds)):
+        raise runtime.BadInput(f"--results {args.folder} holds full runs, which the short ones of quick mode would replace: give another folder, or the name of a table")
     if args.list:
         total = 0
         for name, claim in work.items():
@@ -683,14 +720,15 @@ def main(argv=None):
         return
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.folder).close()
     except OSError as error:
-        raise runtime.BadInput(f"--results {args.folder} cannot be made a folder: choose another") from error
+        raise runtime.BadInput(f"--results {args.folder} cannot be made a folder to write in: choose another") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end_children)
     for name, claim in work.items():
         complete(name, claim, stored[name], args.seeds, args.jobs)
         if not args.quick:
-            present(name, args.tables[name], stored[name], args.seeds, args.folder)        # --only limits what runs, not what is shown
+            present(name, args.tables[name], stored[name], args.folder)                    # --only limits what runs, not what is shown
     if args.quick:
         text = quick_table(args.folder)
         (args.folder / "quick.md").write_text(text)

@@ -37,7 +37,7 @@ from runtime import BadInput
 
 PRESETS = {
     # 32 px emoji, 16 patches. Strong colour jitter, small temperatures and 300 epochs are for large sets: here views keep their colours. The constants of the
-    # skipless init are measured (results/dino.md): with those that suffice for classification, patches lose what lies under them.
+    # skipless init were chosen by hand, stronger than the classifier's, with which patches lose what lies under them; beside them results/dino.md has --init auto.
     "laptop": dict(
         data="emoji", size="nano", img_size=32, patch_size=8, local_size=16, local_crops=2, global_scale=(0.4, 1.0), local_scale=(0.15, 0.4), color=0.0, pool="mean",
         skipless_init="skipless", constants=dict(alpha=1.0, beta=4.0, c=3.0),

@@ -284,7 +284,7 @@ SETTINGS = {                                                     # what is no me
     "attention diagonal is .9": "target of init.choose_alpha_qk",
     "1e-3 in this preset, .1 in the reference": "eigenvalues at the start, KL-Shampoo's code",
     "Decay to .6": "alpha_min",
-    "the paper's .8": "alpha_min",
+    "The paper's .8": "alpha_min",
     "at .7 the three": "alpha_min",
     "needed below .7": "alpha_min",
     "8.5 hours": "sum over the tables, the docstring of reproduce.py",

@@ -225,6 +225,30 @@ def test_every_comparison_can_end_in_each_verdict(claim):
     assert claims.judge(claim, {})["verdict"] == UNKNOWN
 
 
+@pytest.mark.parametrize("claim", ORDERS, ids=lambda c: c.id)
+def test_a_diverged_run_is_not_left_out(claim):
+    """A comparison that holds by far holds no longer when one of its runs diverged, and the row says so."""
+    rule, rank = claim.rule, heights(claim.rule.pairs)
+    step = {claims.greater: 10, claims.no_less: 10, claims.same: 0, claims.slightly: 1}[rule.test]
+    data = by_hand(rule.table, {c: 20 + step * r for c, r in rank.items()})
+    assert claims.judge(claim, data)["verdict"] == REPRODUCES
+    for table, runs in data.items():
+        for key in runs:
+            row = claims.judge(claim, {**data, table: {**runs, key: dict(diverged="the loss is not finite", hardware="by hand", date="today")}})
+            assert row["verdict"] != REPRODUCES and "1 diverged" in row["ours"], key
+
+
+def test_figures_of_records_with_diverged_runs(tmp_path):
+    """One seed of every cell, then all of them: a picture without it, or none."""
+    data = reproduce.recorded(ROOT / "results")
+    for name, draw in (("table1", reproduce.paper1), ("lm", reproduce.paper2), ("mae", reproduce.paper3)):
+        one = {key: dict(diverged="") if key.endswith("seed 1") else r for key, r in data[name].items()}
+        draw(claims.Evidence({**data, name: one}), tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        with pytest.raises(claims.NotMeasured, match="diverged"):
+            draw(claims.Evidence({**data, name: dict.fromkeys(data[name], dict(diverged=""))}), tmp_path / "none.png")
+
+
 def test_one_seed_proves_nothing():
     """Neither a difference nor its absence; and where more is said, the wrong sign is still the wrong sign."""
     a, b = [5.0], [1.0, 1.1, 1.2]
@@ -274,7 +298,7 @@ def test_decayed_language_models_are_judged_where_they_learned():
     assert verdict_of("b-decayed-loss", data(fast=2.3, slow=2.1))[0] == REPRODUCES and verdict_of("b-decayed-loss", data(fast=2.6, slow=2.5))[0] == NOT
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"runs": 3}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"runs": 3}', '{"runs": []}'])
 def test_a_damaged_record_is_named(tmp_path, content, capsys):
     (tmp_path / "table1.json").write_text(content)
     with pytest.raises(runtime.BadInput, match="table1.json is damaged: .* delete it"):
@@ -283,7 +307,7 @@ def test_a_damaged_record_is_named(tmp_path, content, capsys):
 
 def test_results_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(runtime.BadInput, match="--results .*file cannot be made a folder"):
+    with pytest.raises(runtime.BadInput, match="--results .*file cannot be made a folder to write in"):
         reproduce.main(["table1", "--results", str(tmp_path / "file")])
 
 
@@ -341,6 +365,7 @@ def test_the_rules_of_training_at_all():
     spectral = {f"skipless, {o}": 2.0 for o in claims.SPECTRAL}
     for adamw, expected in ((3.05, REPRODUCES), (2.3, PARTLY), (2.05, NOT)):
         assert verdict_of("p2-coupling", by_hand("lm", spectral | {"skipless, AdamW": adamw}))[0] == expected
+    assert verdict_of("p2-coupling", by_hand("lm", dict.fromkeys((*spectral, "skipless, AdamW"), 3.05)))[0] == NOT          # none of them trains
     for loss, expected in ((2.0, REPRODUCES), (3.0, PARTLY), (3.2, NOT)):                 # 2.9, 3.0, 3.1: one run of three is below 3
         assert verdict_of("p2-constants", by_hand("lm", {"skipless, the paper's constants, KL-Shampoo": loss}))[0] == expected
 
@@ -418,12 +443,44 @@ def test_recorded_runs_are_those_declared(name):
     assert claim["minutes"] <= 5 and (not seconds or statistics.median(seconds) < 600)
 
 
+def test_only_what_can_be_run(tmp_path, capsys):
+    """A cell whose lr is another's waits for that one's search; a table without the text is left out, unless all are."""
+    flags = ["--list", "--results", str(tmp_path)]
+    with pytest.raises(BadInput, match="--only 'attention only': .* takes over the lr of decayed to .6, which is not yet searched"):
+        reproduce.main(["mae", "--only", "attention only", *flags])
+    with pytest.raises(BadInput, match="--only 'none such' names no cell: residual, "):
+        reproduce.main(["table1", "lm", "--only", "none such", *flags])
+    reproduce.main(["table1", "lm", "--only", "residual, SOAP", *flags])
+    assert "# lm: 6 runs" in (said := capsys.readouterr().out) and "table1" not in said                    # 3 searches, 3 seeds
+    reproduce.main(["mae", "--only", "its own lr", *flags])
+    assert capsys.readouterr().out.count("--holdout 0.2") == 3 + 4
+
+
+def test_tables_show_all_seeds_whatever_is_asked_for(tmp_path, capsys, monkeypatch):
+    """As verdicts do: asking for fewer runs nothing and hides nothing."""
+    monkeypatch.setattr(reproduce, "run", made_up([]))
+    for seeds in ("2", "1"):
+        reproduce.main(["constants", "--seeds", seeds, "--jobs", "1", "--results", str(tmp_path)])
+        assert (tmp_path / "constants.md").read_text().count("| 2 | 0.001 |") == 7
+    assert next(r["seeds"] for r in json.loads((tmp_path / "claims.json").read_text()) if r["id"] == "p1-constants") == 2
+
+
+@pytest.mark.parametrize("name", ["init.json", "pixels.json"])
+def test_other_records_that_are_damaged_are_named(name, tmp_path):
+    for content in ("", "{}", "[]", "3"):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(BadInput, match=f"{name} is damaged: .* delete it"):
+            reproduce.main(["claims", "--results", str(tmp_path)])
+
+
 def test_short_runs_never_replace_full_ones(tmp_path, monkeypatch):
     """Both would bear the same names in one folder."""
     monkeypatch.chdir(ROOT)
     for folder in ("results", str(ROOT / "results")):
         with pytest.raises(BadInput, match="--results .*results holds full runs.* give another folder"):
             reproduce.main(["--results", folder])
+    with pytest.raises(BadInput, match="--results is empty"):
+        reproduce.main(["claims", "--results", ""])
     assert reproduce.get_args(["table1", "--results", "results"]).folder == reproduce.HERE / "results"          # README's tables follow, however one writes it
     assert reproduce.get_args(["--results", str(tmp_path)]).seeds == 1 and reproduce.get_args(["--seeds", "2"]).seeds == 2 and reproduce.get_args(["lm"]).seeds == 3
 
@@ -495,7 +552,7 @@ def test_every_table_shows_all_its_cells(name, tmp_path, capsys):
     cells = [dict(c, lrs=[c["lrs"][0]] if isinstance(c["lrs"], list) else [1e-3]) for c in claim["cells"]]
     for cell in cells:
         results.data["runs"][reproduce.final_key(cell, 0)] = record(2.0)
-    reproduce.present(name, dict(claim, cells=cells), results, 3, tmp_path)
+    reproduce.present(name, dict(claim, cells=cells), results, tmp_path)
     rows = [line for line in (tmp_path / f"{name}.md").read_text().splitlines() if line.startswith("|")]
     assert [r.split(" | ")[0] for r in rows[2:2 + len(cells)]] == [f"| {c['name']}" for c in cells]
     assert all(re.search(r"[+ ]2\.0", r) and " ± " not in r for r in rows[2:2 + len(cells)]) and len({r.count("|") for r in rows}) == 1
@@ -508,7 +565,7 @@ def test_names_and_seeds(tmp_path):
     assert reproduce.get_args([]).folder != reproduce.get_args(["lm"]).folder
     with pytest.raises(BadInput, match="^there is no table 'table2': give some of table1, "):
         reproduce.get_args(["table2"])
-    with pytest.raises(BadInput, match="^--only 'nobody' names no cell of constants: skipless"):
+    with pytest.raises(BadInput, match="^--only 'nobody' names no cell: skipless"):
         reproduce.main(["constants", "--only", "nobody", "--results", str(tmp_path / "none")])
     assert not (tmp_path / "none").exists()
 
