@@ -340,7 +340,8 @@ def dense_table(claim, results, seeds):
 def dense_figure(claim, results, seeds, path):
     """Token cosine, k-NN, mIoU and CorLoc by layer, means over seeds; residual nets grey, untrained dotted, AdamW dashed; without the other depths."""
     plt = runtime.pyplot()
-    fig, axes = plt.subplots(1, 4, figsize=(17, 3.8), layout="constrained")
+    fig, axes = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
+    axes = axes.flatten()
     greys = iter([".75", ".1", ".35", ".55"])
     for cell in claim["cells"]:
         runs = [r for s in range(seeds) if "dense" in (r := results.data["runs"].get(final_key(cell, s), {}))]
@@ -358,7 +359,7 @@ def dense_figure(claim, results, seeds, path):
         axis.grid(alpha=.3)
     for axis, level in ((axes[2], "miou_background"), (axes[3], "corloc_centre")):
         axis.axhline(trivial[level], color="k", lw=.8, ls="-.")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=3)
     fig.savefig(path, dpi=130)
     plt.close(fig)
 
