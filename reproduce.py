@@ -1,23 +1,23 @@
 """The papers' claims at laptop scale: runs the train scripts as a person would, through their command lines, keeps what they print, and judges.
 
     python reproduce.py                      quick mode: eight short runs, seed 0, beside the recorded ones (8 minutes on two cores)
-    python reproduce.py all                  every table below, 3 seeds (8.5 hours on two cores)
-    python reproduce.py NAME ...             some of them (minutes on two cores):
-        table1           55  paper 1, Table 1: shortcut x init x optimizer, lr searched per row
-        constants        11  paper 1: alpha, beta and c, one at a time
-        dino             75  paper 1: self-distillation, dense prediction and object discovery, depth
-        lm               75  paper 2: language models, shortcut x optimizer x temperature, and their quantisation
-        mae              65  paper 3: masked autoencoders, decay and its ablations, probed at every layer
-        mae-depth        27  paper 3: alpha_eff at 6 and 18 layers
-        early-rank       17  paper 3: effective rank epoch by epoch
-        contrastive       9  paper 3: decay without reconstruction
-        sit              30  paper 3: flow matching with decayed shortcuts
-        vit-optimizers   30  beyond: Muon, KL-Shampoo and paper 2's init on paper 1's network
-        lm-beyond        24  beyond: decayed shortcuts and paper 1's init in paper 2's network
-        four-bit         12  beyond: 4-bit weights, coarse and fine scales, GPTQ
-        lm-gap           30  beyond: what moves the skipless language model's loss
+    python reproduce.py all                  every table below, 3 seeds (8 hours on two cores)
+    python reproduce.py NAME ...             some of them (minutes on two cores, from those of single runs):
+        table1           42  paper 1, Table 1: shortcut x init x optimizer, lr searched per row
+        constants        13  paper 1: alpha, beta and c, one at a time
+        dino             57  paper 1: self-distillation, dense prediction and object discovery, depth
+        lm               58  paper 2: language models, shortcut x optimizer x temperature, and their quantisation
+        mae              82  paper 3: masked autoencoders, decay and its ablations, probed at every layer
+        mae-depth        34  paper 3: alpha_eff at 6 and 18 layers
+        early-rank       21  paper 3: effective rank epoch by epoch
+        contrastive       8  paper 3: decay without reconstruction
+        sit              23  paper 3: flow matching with decayed shortcuts
+        vit-optimizers   31  beyond: Muon, KL-Shampoo and paper 2's init on paper 1's network
+        lm-beyond        27  beyond: decayed shortcuts and paper 1's init in paper 2's network
+        four-bit         14  beyond: 4-bit weights, coarse and fine scales, GPTQ
+        lm-gap           26  beyond: what moves the skipless language model's loss
         augmented        15  beyond: Table 1's best cells with crops
-        depth 15, targets 14, tiny 15   beyond: the rule that chooses the constants: 24 layers, its targets, another size
+        depth 10, targets 9, tiny 15   beyond: the rule that chooses the constants: 24 layers, its targets, another size
     python reproduce.py claims               no run: the verdicts anew, from what is recorded
     python reproduce.py NAME --dry-run       the runs that remain, and how long they take
 
