@@ -407,9 +407,9 @@ def bisect(ok, low, high, steps=25):
     return high
 
 
-# (alpha, beta, c). Paper 1 prints two: ViT-B (supervised) and ViT-S (DINO). nano's were chosen by hand (results/constants.md has
-# their neighbours): its heads have 32 dimensions, half of the paper's 64, and ViT-B's printed constants lose 9 points there (results/table1.md). tiny has heads of 64 and keeps
-# ViT-S's, measured beside nano's (results/tiny.md); large takes ViT-B's.
+# (alpha, beta, c). Paper 1 prints two: ViT-B (supervised) and ViT-S (DINO). nano's were chosen by hand (results/constants.md has their neighbours):
+# its heads have 32 dimensions, half of the paper's 64, and ViT-B's printed constants lose 9 points there (results/table1.md). tiny has heads of 64
+# and keeps ViT-S's, measured beside nano's (results/tiny.md); large takes ViT-B's.
 PAPER_CONSTANTS = {
     "nano": dict(alpha=1.0, beta=2.0, c=3.0),
     "tiny": dict(alpha=1.8, beta=1.0, c=3.0),
