@@ -257,6 +257,7 @@ SETTINGS = {                                                     # what is no me
     "ImageNet-1k, 300 epochs": "paper 1",
     "224 px, 300 epochs, batch 1,024": "paper 1",
     "heads of 32 dimensions": "size of the laptop ViT",
+    "at 18 layers": "the table's title",
     "over 15 runs": "five cells, three seeds",
     "heads of 64": "size of the net",
     "408 steps": "6 epochs of 2,202 images in batches of 32",
