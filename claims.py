@@ -55,7 +55,7 @@ TABLES = {
             ("diagonal .90, cosine .95", .388, .776, .729), ("diagonal .80, cosine .95", .302, .605, 1))]),
     "tiny": dict(
         title="Constants at size tiny (heads of 64), 3 epochs, lr not searched, top-1 %",
-        script="train_vit.py", search=None, final="--size tiny --epochs 3", minutes=5,
+        script="train_vit.py", search=None, final="--size tiny --epochs 3", minutes=2.7,
         cells=[dict(name=f"skipless, ({a:g}, {b:g}, 3), SOAP", flags=f"--shortcut skipless --init skipless --alpha {a:g} --beta {b:g} --c 3", paper=None,
                     opt="soap", lrs=[1e-3]) for a, b in ((1.8, 1), (1, 2))]),
 }

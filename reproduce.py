@@ -17,7 +17,7 @@
         four-bit         14  beyond: 4-bit weights, coarse and fine scales, GPTQ
         lm-gap           26  beyond: what moves the skipless language model's loss
         augmented        15  beyond: Table 1's best cells with crops
-        depth 10, targets 9, tiny 15   beyond: the rule that chooses the constants: 24 layers, its targets, another size
+        depth 10, targets 9, tiny 8   beyond: the rule that chooses the constants: 24 layers, its targets, another size
     python reproduce.py claims               no run: the verdicts anew, from what is recorded
     python reproduce.py NAME --dry-run       the runs that remain, and how long they take
 

@@ -288,7 +288,7 @@ SETTINGS = {                                                     # what is no me
     "The paper's .8": "alpha_min",
     "at .7 the three": "alpha_min",
     "needed below .7": "alpha_min",
-    "3.7 hours": "sum over the tables, the docstring of reproduce.py",
+    "3.6 hours": "sum over the tables, the docstring of reproduce.py",
     "5.5 M in its MAE": "parameters, from the shapes in paper 3's code",
     "(.0036 for .6 at 12 layers)": "alpha_eff, checked below",
     "(.047)": "alpha_eff, checked below",
