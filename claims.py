@@ -263,12 +263,18 @@ MIOU, CORLOC = Measure("mIoU %, last layer", 1, layer(("dense", "miou"), False))
 MULTI, FRECHET = Measure("mIoU %, four layers", 1, per_run("dense", lambda r: r["dense"]["miou_multi"])), Measure("Frechet distance", 2, last("frechet_vit"))
 
 
+def moments(values):
+    """(mean, standard deviation) of the runs that did not diverge; nan where there is none, and 0 where there is one."""
+    good = [v for v in values if not math.isnan(v)]
+    return statistics.mean(good) if good else math.nan, statistics.stdev(good) if len(good) > 1 else 0
+
+
 def spread(values, digits=1, sign=""):
     """mean ± std; a run that diverged is counted, not averaged."""
-    good = [v for v in values if not math.isnan(v)]
-    shown = f"{statistics.mean(good):{sign}.{digits}f}" if good else "-"
-    shown += f" ± {statistics.stdev(good):.{digits}f}" if len(good) > 1 else ""
-    return shown + (f", {len(values) - len(good)} diverged" if len(good) < len(values) else "")
+    (mean, std), diverged = moments(values), sum(map(math.isnan, values))
+    shown = "-" if math.isnan(mean) else f"{mean:{sign}.{digits}f}"
+    shown += f" ± {std:.{digits}f}" if len(values) - diverged > 1 else ""
+    return shown + (f", {diverged} diverged" if diverged else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

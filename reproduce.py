@@ -483,19 +483,13 @@ def whole_runs(e, table, cell):
     return found
 
 
-def bar(values):
-    """(mean, standard deviation) of the runs that did not diverge; nan and 0 draw nothing."""
-    good = [v for v in values if not math.isnan(v)]
-    return statistics.mean(good) if good else math.nan, statistics.stdev(good) if len(good) > 1 else 0
-
-
 def paper1(e, path):
     """Accuracy of shortcut x init x optimizer, and by epoch."""
     nets = {"residual": "residual, default init", "residual\n+ init": "residual, paper init", "skipless": "skipless, default init", "skipless\n+ init": "skipless, paper init"}
 
     def corners(axis):
         for shift, opt, color in ((-.2, "AdamW", BLUE), (.2, "SOAP", ORANGE)):
-            means, spreads = zip(*(bar(e(claims.TOP1, "table1", f"{net}, {opt}")) for net in nets.values()))
+            means, spreads = zip(*(claims.moments(e(claims.TOP1, "table1", f"{net}, {opt}")) for net in nets.values()))
             bars = axis.bar([i + shift for i in range(len(nets))], means, .38, yerr=spreads, color=color, ecolor=GREY, capsize=2, label=opt)
             axis.bar_label(bars, fmt="%.1f", fontsize=7.5, color=GREY, padding=2)
         axis.set(xticks=range(len(nets)), xticklabels=list(nets), ylabel="top-1, %", ylim=(0, 112), title="without shortcuts, init and SOAP are both needed")
@@ -526,7 +520,7 @@ def paper2(e, path):
 
     def cost(axis):
         for cell, color, style in cells:
-            axis.plot([f"A{b}" for b in claims.COST], [bar(e(m, "lm", cell))[0] for m in claims.COST.values()], style, color=color, marker="o", ms=3)
+            axis.plot([f"A{b}" for b in claims.COST], [claims.moments(e(m, "lm", cell))[0] for m in claims.COST.values()], style, color=color, marker="o", ms=3)
         axis.set(xlabel="bits of activations (weights 8)", ylabel="loss added, nats per byte", title="what rounding costs")
         axis.set_yscale("symlog", linthresh=1e-3)
     paper_figure((kurtosis, cost), path)
@@ -553,7 +547,7 @@ def paper3(e, path):
         axis.set(title="rank falls as the shortcut decays", xlabel="alpha_min", xticks=range(len(cells)), xticklabels=cells.values())
         for side, shift, measure, color, text in ((axis, -.06, claims.RANK, VIOLET, "effective rank of the last layer, nats"),
                                                   (axis.twinx(), .06, claims.KNN, ORANGE, "k-NN of the best layer, %")):
-            means, spreads = zip(*(bar(e(measure, "mae", cell)) for cell in cells))
+            means, spreads = zip(*(claims.moments(e(measure, "mae", cell)) for cell in cells))
             side.errorbar([i + shift for i in range(len(cells))], means, spreads, fmt="o-", ms=4, capsize=3, color=color)
             side.set_ylabel(text, color=color)
             side.grid(False)
