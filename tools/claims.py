@@ -14,7 +14,7 @@ ADAMW, SOAP = dict(opt="adamw", lrs=[3e-4, 1e-3, 3e-3]), dict(opt="soap", lrs=[3
 TABLES = {
     "table1": dict(
         title="Paper 1, Table 1: supervised ViT, top-1 %",
-        script="train_vit.py", search="--holdout 0.2 --epochs 5", final="", minutes=1.5,
+        script="train_vit.py", search="--set holdout=0.2 --epochs 5", final="", minutes=1.5,
         cells=[
             dict(name="residual, default init, AdamW", flags="--shortcut residual --init default", paper=80.3, **ADAMW),
             dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=80.1, **SOAP),
@@ -26,11 +26,11 @@ TABLES = {
             dict(name="skipless, paper init, SOAP", flags="--shortcut skipless --init paper", paper=80.8, **SOAP),
             dict(name="skipless, auto init, AdamW", flags="--shortcut skipless --init auto", paper=None, **ADAMW),
             dict(name="skipless, auto init, SOAP", flags="--shortcut skipless --init auto", paper=None, **SOAP),
-            dict(name="skipless, ViT-B's constants (2, .6, 3), SOAP", flags="--shortcut skipless --init skipless --alpha 2 --beta 0.6 --c 3", paper=None, **SOAP),
+            dict(name="skipless, ViT-B's constants (2, .6, 3), SOAP", flags="--shortcut skipless --init skipless --set alpha=2 beta=0.6 c=3", paper=None, **SOAP),
         ]),
     "augmented": dict(
-        title="The best cells of Table 1 with crops (--augment light), lr as found there, top-1 %",
-        script="train_vit.py", search=None, final="--augment light", minutes=2.5,
+        title="The best cells of Table 1 with crops (--set augment=light), lr as found there, top-1 %",
+        script="train_vit.py", search=None, final="--set augment=light", minutes=2.5,
         cells=[
             dict(name="residual, default init, AdamW", flags="--shortcut residual --init default", paper=80.3, opt="adamw", lrs=[3e-3]),
             dict(name="residual, default init, SOAP", flags="--shortcut residual --init default", paper=80.1, opt="soap", lrs=[3e-3]),
@@ -47,8 +47,8 @@ TABLES = {
         ]),
     "targets": dict(
         title="The targets of the rule: nano, 5 epochs, lr 1e-3, validated on a fifth of the training set, top-1 %",
-        script="train_vit.py", search=None, final="--holdout 0.2 --epochs 5", minutes=1.5,
-        cells=[dict(name=f"skipless, {name}, SOAP", flags=f"--shortcut skipless --init skipless --alpha {a} --beta {b} --cancel-mean {share}", paper=None,
+        script="train_vit.py", search=None, final="--set holdout=0.2 --epochs 5", minutes=1.5,
+        cells=[dict(name=f"skipless, {name}, SOAP", flags=f"--shortcut skipless --init skipless --set alpha={a} beta={b} cancel_mean={share}", paper=None,
                     opt="soap", lrs=[1e-3]) for name, a, b, share in (
             ("(1, 2), GELU's mean kept", 1, 2, 0), ("(1, 2), GELU's mean cancelled", 1, 2, 1),          # the two ends
             ("diagonal .98, cosine .95", .634, 1.269, .367), ("diagonal .95, cosine .95", .482, .963, .535),      # choose_constants(96, 3, 17, 12, ...)
@@ -56,16 +56,16 @@ TABLES = {
     "tiny": dict(
         title="Constants at size tiny (heads of 64), 3 epochs, lr not searched, top-1 %",
         script="train_vit.py", search=None, final="--size tiny --epochs 3", minutes=2.7,
-        cells=[dict(name=f"skipless, ({a:g}, {b:g}, 3), SOAP", flags=f"--shortcut skipless --init skipless --alpha {a:g} --beta {b:g} --c 3", paper=None,
+        cells=[dict(name=f"skipless, ({a:g}, {b:g}, 3), SOAP", flags=f"--shortcut skipless --init skipless --set alpha={a:g} beta={b:g} c=3", paper=None,
                     opt="soap", lrs=[1e-3]) for a, b in ((1.8, 1), (1, 2))]),
 }
 
 
 # Paper 2 at laptop scale: 12 layers of 128, bytes, 300 steps of 1,024 tokens. With a temperature the constants and the lr are those without.
-FREE, TEMPERATURE = "--shortcut skipless --init auto", "--shortcut skipless --init residual-free --alpha-qk 4.1 --temperature-beta 1.1"
+FREE, TEMPERATURE = "--shortcut skipless --init auto", "--shortcut skipless --init residual-free --set alpha_qk=4.1 --temperature-beta 1.1"
 TABLES["lm"] = dict(
     title="Paper 2, language models: loss (nats per byte), what quantisation adds to it, and how Gaussian activations are",
-    script="train_lm.py", search="--steps 200 --eval-every 200 --sample-tokens 0", final="--eval-every 300 --sample-tokens 0", minutes=2,
+    script="train_lm.py", search="--steps 200 --eval-every 200 --set sample_tokens=0", final="--eval-every 300 --set sample_tokens=0", minutes=2,
     cells=[dict(name=f"residual, {label}", flags="--shortcut residual --init default", opt=opt, lrs=lrs)
            for label, opt, lrs in (("AdamW", "adamw", [1e-3, 3e-3, 1e-2]), ("KL-Shampoo", "kl-shampoo", [1e-3, 3e-3, 1e-2]),
                                    ("SOAP", "soap", [1e-3, 3e-3, 1e-2]), ("Muon", "muon", [1e-3, 3e-3, 1e-2]))]
@@ -79,19 +79,19 @@ TABLES["lm"] = dict(
 # What could close the full-precision gap, one change at a time from the skipless net with SOAP. The lr is that of "lm", not searched again.
 TABLES["lm-gap"] = dict(
     title="What moves the skipless language model's loss: 200 steps, SOAP, lr 3e-3",
-    script="train_lm.py", search=None, final="--steps 200 --eval-every 200 --sample-tokens 0", minutes=2.5,
+    script="train_lm.py", search=None, final="--steps 200 --eval-every 200 --set sample_tokens=0", minutes=2.5,
     cells=[dict(name=f"skipless, {name}", flags=f"--shortcut skipless {flags}", opt="soap", lrs=[3e-3]) for name, flags in (
-        ("the rule: alpha_qk 4.1", "--init auto"), ("alpha_qk 2", "--alpha-qk 2"), ("alpha_qk 7", "--alpha-qk 7"),
-        ("all of GELU's mean off", "--init auto --center 1"),
-        ("looks-linear MLP", "--alpha-qk 4.1 --mlp-init looks-linear"), ("MLP gain: alpha_u .3", "--alpha-qk 4.1 --alpha-u 0.3"),
-        ("temperature 1.1", "--alpha-qk 4.1 --temperature-beta 1.1"), ("temperature 1.2", "--alpha-qk 4.1 --temperature-beta 1.2"))])
+        ("the rule: alpha_qk 4.1", "--init auto"), ("alpha_qk 2", "--init residual-free --set alpha_qk=2"), ("alpha_qk 7", "--init residual-free --set alpha_qk=7"),
+        ("all of GELU's mean off", "--init auto --set center=1"),
+        ("looks-linear MLP", "--init residual-free --set alpha_qk=4.1 mlp_init=looks-linear"), ("MLP gain: alpha_u .3", "--init residual-free --set alpha_qk=4.1 alpha_u=0.3"),
+        ("temperature 1.1", "--init residual-free --set alpha_qk=4.1 --temperature-beta 1.1"), ("temperature 1.2", "--init residual-free --set alpha_qk=4.1 --temperature-beta 1.2"))])
 
 # Paper 3, masked autoencoders. `paper` is its linear probe on ImageNet-100 (ViT-B/16). One lr for all rows, as in the paper: that of the decayed net's best
 # reconstruction, without labels, on a fifth of the training set; the two baselines also at their own best, both under SOAP, and what has no shortcuts at all.
 MAE = dict(paper=None, opt="adamw", lrs=[1.5e-3])
 TABLES["mae"] = dict(
     title="Paper 3, masked autoencoders on scenes, 4 epochs: frozen features probed at every layer",
-    script="train_mae.py", search="--holdout 0.2 --epochs 2 --knn-every 0 --eval-every 1000000", final="--epochs 4 --knn-every 0 --eval-every 1000000", minutes=2,
+    script="train_mae.py", search="--set holdout=0.2 --epochs 2 --set knn_every=0 --eval-every 1000000", final="--epochs 4 --set knn_every=0 --eval-every 1000000", minutes=2,
     cells=[dict(name=name, flags=flags, paper=paper, opt="adamw", lrs=[5e-4, 1.5e-3, 5e-3] if name == "decayed to .6" else "decayed to .6") for name, flags, paper in (
         ("residual, original MAE", "--plain", None),
         ("residual, long skips", "--shortcut residual", 76.5),
@@ -99,14 +99,14 @@ TABLES["mae"] = dict(
         ("decayed to .7", "--alpha-min 0.7", None),
         ("decayed to .6", "--alpha-min 0.6", 83.6),
         ("decayed to .5", "--alpha-min 0.5", None),
-        ("decayed to .5, no zero init", "--alpha-min 0.5 --no-zero-init", None),
-        ("decayed to .6, attention only", "--alpha-min 0.6 --decay-on attn", 79.3),
-        ("decayed to .6, MLP only", "--alpha-min 0.6 --decay-on mlp", 80.6),
+        ("decayed to .5, no zero init", "--alpha-min 0.5 --set zero_init=false", None),
+        ("decayed to .6, attention only", "--alpha-min 0.6 --set alphas=attention-only", 79.3),
+        ("decayed to .6, MLP only", "--alpha-min 0.6 --set alphas=mlp-only", 80.6),
         ("decayed to .6, no long skips", "--alpha-min 0.6 --no-long-skips", 61.5),
-        ("decayed to .6, cosine schedule", "--alpha-min 0.6 --schedule cosine", 82.8),
-        ("decayed, weights learned from 1", "--alpha-min 1 --learn-alphas", 79.5),
-        ("residual, both branches x sqrt(.5)", "--shortcut residual --scaling both", 82.6),
-        ("residual, only f x sqrt(.5)", "--shortcut residual --scaling branch", 76.9))]
+        ("decayed to .6, cosine schedule", "--alpha-min 0.6 --set alphas=cosine", 82.8),
+        ("decayed, weights learned from 1", "--alpha-min 1 --set alphas=learned", 79.5),
+        ("residual, both branches x sqrt(.5)", "--shortcut residual --set alphas=scaled-both", 82.6),
+        ("residual, only f x sqrt(.5)", "--shortcut residual --set alphas=scaled-branch", 76.9))]
     + [dict(name=name, flags=flags, paper=None, opt=opt, lrs=lrs) for name, flags, opt, lrs in (
         ("residual, original MAE, its own lr", "--plain", "adamw", [5e-4, 1.5e-3, 5e-3]),
         ("residual, long skips, its own lr", "--shortcut residual", "adamw", [2e-4, 5e-4, 1.5e-3, 5e-3]),
@@ -117,11 +117,11 @@ TABLES["mae"] = dict(
 ABLATIONS = [c["name"] for c in TABLES["mae"]["cells"] if any(word in c["name"] for word in ("only", "no zero", "no long", "cosine", "learned", "both"))]
 
 # Paper 3, flow matching. `paper` is its FID on ImageNet-1k at 256 px, SiT-XL/2 after 400k steps. Samples are judged by the features of a ViT of ours.
-JUDGE, SIT = "out/judge-mnist5k", "--data mnist5k --patch-size 7 --samples 0 --eval-every 1000000"
+JUDGE, SIT = "out/judge-mnist5k", "--data mnist5k --set patch_size=7 samples=0 --eval-every 1000000"
 TABLES["sit"] = dict(
     title="Paper 3, flow matching on digits, 600 steps; loss, Frechet distance of 1,000 samples, frozen features probed at every layer",
-    script="train_sit.py", search=f"{SIT} --holdout 0.2 --steps 300",
-    final=f"{SIT} --steps 600 --frechet {JUDGE}/ckpt.pt --frechet-set train --measure-samples 1000", needs={JUDGE: "train_vit.py --opt soap --epochs 5"}, minutes=2,
+    script="train_sit.py", search=f"{SIT} --set holdout=0.2 --steps 300",
+    final=f"{SIT} --steps 600", needs={JUDGE: "train_vit.py --opt soap --epochs 5"}, minutes=2,
     cells=[dict(name="residual, no long skips", flags="--shortcut residual --no-long-skips", paper=17.2, opt="adamw", lrs=[1e-3, 3e-3]),
            dict(name="residual, long skips", flags="--shortcut residual", paper=16.5, opt="adamw", lrs=[1e-3, 3e-3]),
            dict(name="decayed to .8, long skips", flags="--alpha-min 0.8", paper=11.8, opt="adamw", lrs=[1e-3, 3e-3]),
@@ -133,7 +133,7 @@ TABLES["sit"] = dict(
 UNTRAINED = dict(lrs=[1e-12], opt="adamw", paper=None, seeds=1)
 TABLES["dino"] = dict(
     title="Paper 1, self-distillation on emoji, 6 epochs; frozen features on composites: linear segmentation and object discovery by layer",
-    script="train_dino.py", search="--holdout 0.2 --epochs 3 --knn-every 0 --eval-every 1000000", final="--knn-every 6 --eval-every 1000000", minutes=3.5,
+    script="train_dino.py", search="--set holdout=0.2 --epochs 3 --set knn_every=0 --eval-every 1000000", final="--set knn_every=6 --eval-every 1000000", minutes=3.5,
     cells=[dict(UNTRAINED, name="residual, untrained", flags="--epochs 0.05 --shortcut residual"),
            dict(UNTRAINED, name="skipless, untrained, auto init", flags="--epochs 0.05 --skipless --init auto"),
            dict(UNTRAINED, name="skipless, untrained", flags="--epochs 0.05 --skipless"),
@@ -142,8 +142,8 @@ TABLES["dino"] = dict(
            dict(name="skipless, AdamW", flags="--skipless", paper="62.3 / -", opt="adamw", lrs=[1e-4, 3e-4, 1e-3]),
            dict(name="skipless, SOAP", flags="--skipless", paper="- / 63.2", opt="soap", lrs=[3e-4, 1e-3, 3e-3]),
            dict(name="skipless, auto init, SOAP", flags="--skipless --init auto", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
-           dict(name="skipless, class token, SOAP", flags="--skipless --pool token", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
-           dict(name="residual, class token, SOAP", flags="--shortcut residual --pool token", paper=None, opt="soap", lrs="residual, SOAP", seeds=1)]
+           dict(name="skipless, class token, SOAP", flags="--skipless --set pool=token", paper=None, opt="soap", lrs="skipless, SOAP", seeds=1),
+           dict(name="residual, class token, SOAP", flags="--shortcut residual --set pool=token", paper=None, opt="soap", lrs="residual, SOAP", seeds=1)]
     + [dict(name=f"{name}, {depth} layers, SOAP", flags=f"{flags} --depth {depth}", paper=None, opt="soap", lrs=f"{name}, SOAP", seeds=1)
        for depth in (6, 9, 10) for name, flags in (("residual", "--shortcut residual"), ("skipless", "--skipless"))])
 
@@ -151,13 +151,13 @@ TABLES["dino"] = dict(
 TABLES["constants"] = dict(
     title="Paper 1, how much alpha, beta and c matter: nano, 5 epochs, lr 1e-3, top-1 %",
     script="train_vit.py", search=None, final="--epochs 5", minutes=1,
-    cells=[dict(name=f"skipless, ({a:g}, {b:g}, {c:g}), SOAP", flags=f"--shortcut skipless --init skipless --alpha {a:g} --beta {b:g} --c {c:g}", paper=None, opt="soap", lrs=[1e-3])
+    cells=[dict(name=f"skipless, ({a:g}, {b:g}, {c:g}), SOAP", flags=f"--shortcut skipless --init skipless --set alpha={a:g} beta={b:g} c={c:g}", paper=None, opt="soap", lrs=[1e-3])
            for a, b, c in ((1, 2, 3), (.5, 2, 3), (2, 2, 3), (1, 1, 3), (1, 4, 3), (1, 2, 1), (1, 2, 5))])
 
 # Beyond the papers: paper 2's optimizers on paper 1's model.
 TABLES["vit-optimizers"] = dict(
     title="Paper 1's network under paper 2's optimizers, and from its initialisation, top-1 %",
-    script="train_vit.py", search="--holdout 0.2 --epochs 5", final="", minutes=2,
+    script="train_vit.py", search="--set holdout=0.2 --epochs 5", final="", minutes=2,
     cells=[dict(name="residual, default init, Muon", flags="--shortcut residual --init default", paper=None, opt="muon", lrs=[3e-3, 1e-2, 3e-2]),
            dict(name="skipless, paper init, Muon", flags="--shortcut skipless --init paper", paper=None, opt="muon", lrs=[3e-4, 1e-3, 3e-3]),
            dict(name="residual, default init, KL-Shampoo", flags="--shortcut residual --init default", paper=None, opt="kl-shampoo", lrs=[1e-3, 3e-3, 1e-2]),
@@ -176,20 +176,20 @@ TABLES["lm-beyond"] = dict(
 TABLES["mae-depth"] = dict(
     title="Paper 3, the window for alpha_eff at 6 and 18 layers, 4 epochs: frozen features probed at every layer",
     script="train_mae.py", search=None, final=TABLES["mae"]["final"], minutes=3,
-    cells=[dict(MAE, name=f"{name}, {depth} layers", flags=f"--depth {depth} --decoder-depth {depth // 2} {flags}") for depth in (6, 18) for name, flags in (
+    cells=[dict(MAE, name=f"{name}, {depth} layers", flags=f"--depth {depth} --set decoder_depth={depth // 2} {flags}") for depth in (6, 18) for name, flags in (
         ("residual, long skips", "--shortcut residual"), ("decayed to .6", "--alpha-min 0.6"), ("decayed to alpha_eff .004", "--alpha-eff 0.004"))])
 
 # Paper 3: an objective that is abstract by itself should have no use for the decay. Self-distillation stands for it; no zero init here.
 TABLES["contrastive"] = dict(
     title="Paper 3, decay under self-distillation instead of reconstruction: emoji, 3 epochs, AdamW, lr of the residual net; frozen features by layer",
-    script="train_dino.py", search=None, final="--epochs 3 --knn-every 3 --eval-every 1000000", after="emoji", minutes=2,
+    script="train_dino.py", search=None, final="--epochs 3 --set knn_every=3 --eval-every 1000000", after="emoji", minutes=2,
     cells=[dict(name=name, flags=flags, paper=None, opt="adamw", lrs=[3e-3]) for name, flags in (
         ("residual", "--shortcut residual"), ("decayed to .8", "--shortcut decayed --alpha-min 0.8"), ("decayed to .6", "--shortcut decayed --alpha-min 0.6"))])
 
 # Paper 3: what the effective rank of the first epoch says of the last one's features. The runs of "mae" with a look at every layer after each epoch.
 TABLES["early-rank"] = dict(
     title="Paper 3, masked autoencoders on scenes, 4 epochs: effective rank of the last layer and k-NN of the best one, epoch by epoch",
-    script="train_mae.py", search=None, final="--epochs 4 --knn-every 1 --eval-every 1000000", after=None, minutes=2.2,
+    script="train_mae.py", search=None, final="--epochs 4 --set knn_every=1 --eval-every 1000000", after=None, minutes=2.2,
     cells=[dict(MAE, name=name, flags=flags) for name, flags in (("residual, long skips", "--shortcut residual"),
                                                                 *((f"decayed to .{a}", f"--alpha-min 0.{a}") for a in (8, 7, 6, 5)))])
 
@@ -512,11 +512,11 @@ CLAIMS = [
           Order("table1", (WHOLE,), ((P + "SOAP", R + "AdamW"), (P + "SOAP", R + "SOAP")), no_less)),
     Claim("p1-constants", "1", "Results are insensitive to alpha, beta and c (experiments, set-up)", constants_rule, "constants"),
     Claim("p1-skip-conditions", "1", "A shortcut adds I to the Jacobian of attention and lifts its smallest singular values (section 4)",
-          skip_rule, "init", "python init.py --seeds 3"),
+          skip_rule, "init", "python -m evals.conditioning --seeds 3"),
     Claim("p1-init-conditions", "1", "Orthogonal W_V W_O and diagonally dominant W_Q W_K^T together do so without a shortcut (section 5); attention alone, first block",
-          init_rule, "init", "python init.py --seeds 3"),
+          init_rule, "init", "python -m evals.conditioning --seeds 3"),
     Claim("p1-proposition-2", "1", "With both, kappa(K) is about kappa(B) of the dominant Kronecker term (Proposition 2)",
-          proposition_rule, "init", "python init.py --seeds 3"),
+          proposition_rule, "init", "python -m evals.conditioning --seeds 3"),
     Claim("p1-dense-single", "1", "DINO, linear segmentation of one layer, AdamW: VOC2012 mIoU 56.3 with, 62.3 without shortcuts (dense prediction table); the last layer",
           Order("dino", (MIOU,), (("skipless, AdamW", "residual, AdamW"),))),
     Claim("p1-dense-multi", "1", "The same of several layers: 61.6 with, 65.4 without (dense prediction table)",
@@ -626,7 +626,7 @@ def shortened(table, final, lrs):
 
 
 QUICK = {"table1": shortened("table1", "--epochs 5", {R + "AdamW": 3e-3, N + "AdamW": 3e-5, P + "AdamW": 3e-4, P + "SOAP": 1e-3}),
-         "lm": shortened("lm", "--steps 200 --eval-every 200 --sample-tokens 0", {"residual, SOAP": 1e-2, "skipless, SOAP": 3e-3}),
+         "lm": shortened("lm", "--steps 200 --eval-every 200 --set sample_tokens=0", {"residual, SOAP": 1e-2, "skipless, SOAP": 3e-3}),
          "mae": shortened("mae", TABLES["mae"]["final"], {PLAIN: 1.5e-3, FIXED: 1.5e-3})}
 QUICK_CLAIMS = [
     Claim("quick-1", "1", "Without shortcuts init and SOAP each help, and both together beat the usual ViT",
@@ -649,5 +649,5 @@ def judge(claim, data):
     table = claim.table or claim.rule.table
     runs = [r for found in e.seen.values() for r in found]
     return dict(id=claim.id, paper=claim.paper, says=claim.says, ours=ours, verdict=verdict, seeds=min(map(len, e.seen.values()), default=0),
-                hardware=sorted({r["hardware"] for r in runs if "hardware" in r}), command=claim.command or f"python reproduce.py {table}",
+                hardware=sorted({r["hardware"] for r in runs if "hardware" in r}), command=claim.command or f"python -m tools.reproduce {table}",
                 headline=short if claim.headline else None)
