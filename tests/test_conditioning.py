@@ -35,7 +35,7 @@ def test_jacobians_against_finite_differences_and_the_kronecker_formula():
 
 
 def test_measure_shows_the_papers_propositions():
-    """Diffuse rows: A ~ uniform, kappa explodes. Dominant rows, orthogonal V O: kappa(K) near kappa(B)."""
+    """Diffuse rows: A uniform, kappa explodes. Dominant rows, orthogonal V O: kappa(K) near kappa(B)."""
     tables = {}
     for name, parts in (("default", ()), ("both", ("qk", "vo"))):
         torch.manual_seed(0)
