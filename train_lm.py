@@ -38,6 +38,7 @@ COMMON = dict(
     mlp_init="suo",                  # fc1, fc2 independent; looks-linear: the MLP starts as an identity
     alpha=1.0, beta=2.0, c=3.0,      # --init skipless (paper 1), for heads of 32
     center=None,                     # share of the activation's mean taken off; None: auto's, else 0
+    tokenizer=None,                  # bytes, gpt2, gpt2-32k, tiktoken's; None: the folder's, or bytes
     prompt="",                       # what the samples begin with
 )
 PRESETS = {
@@ -78,13 +79,11 @@ def get_args(argv=None):
     add("--temperature-beta", type=runtime.number(float, low=0.1, high=10),
         help="attention temperature beta ** -layer; 1 is off; else the preset's, by shortcut")
     add("--init", choices=["auto", "default", "paper", "skipless", "residual-free"],
-        help="auto: constants from the net's size; paper: paper 2's; residual-free (paper 2), skipless "
-             "(paper 1): those of the preset's dict; default: normal, std .02. "
-             f"Else {preset['skipless_init']} if skipless, default if not")
+        help="constants: auto from the net's size, paper 2's, or the preset's for paper 1's (skipless) or "
+             f"2's init; default: std .02. Else {preset['skipless_init']} if skipless, default if not")
     runtime.add_optimizer_flags(parser, optim.OPTIMIZERS, unit="steps")
     add = parser.add_argument_group("data").add_argument
     add("--data", help=f"{', '.join(text.EMBEDDED)}, a .txt file, or a folder of tools.prepare_text")
-    add("--tokenizer", help="bytes, gpt2, gpt2-32k or tiktoken's; else the folder's own, or bytes")
     add("--sample", type=runtime.number(int, low=1), metavar="TOKENS",
         help="print a text of that length from the checkpoint in --out, and train nothing")
     runtime.add_run_flags(parser, never="at the end only")
@@ -293,8 +292,8 @@ def main(argv=None):
         val_loss, kurtosis = evaluate(net, corpus.val, args, run)
         runtime.check_val(val_loss, step, lr)
         drift, highest = isometry_drift(raw), max(kurtosis)
-        line = (f"step {step:6d}  val loss {val_loss:.4f}{' (ema)' * bool(ema)}  isometry drift {drift:.3f}"
-                f"  excess kurtosis {kurtosis[0]:.2f} .. {kurtosis[-1]:.2f}, max {highest:.2f}")
+        line = (f"step {step:6d}  val loss {val_loss:.4f}  excess kurtosis {kurtosis[0]:.2f} .. "
+                f"{kurtosis[-1]:.2f}, max {highest:.2f}  isometry drift {drift:.3f}" + " (ema)" * bool(ema))
         if args.sample_tokens and run.main:
             written = sample_text(net, tokenizer, args.prompt, args.sample_tokens, args.seed, step)
             line += "\n" + textwrap.indent(readable(written), " " * 4)
