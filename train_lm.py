@@ -38,7 +38,7 @@ COMMON = dict(
     mlp_init="suo",                  # fc1, fc2 independent; looks-linear: the MLP starts as an identity
     alpha=1.0, beta=2.0, c=3.0,      # --init skipless (paper 1), for heads of 32
     center=None,                     # share of the activation's mean taken off; None: auto's, else 0
-    tokenizer=None,                  # bytes, gpt2, gpt2-32k, tiktoken's; None: the folder's, or bytes
+    tokenizer="",                    # bytes, gpt2, gpt2-32k or tiktoken's; else the folder's, or bytes
     prompt="",                       # what the samples begin with
 )
 PRESETS = {
@@ -63,9 +63,8 @@ PRESETS = {
             "skipless": {"adamw": 5e-4, "soap": 5e-4, "kl-shampoo": 5e-4, "muon": 5e-4}},
         eval_tokens=2 ** 20, eval_every=1000, save_every=1000, sample_tokens=100),
 }
-# --init paper. These are the constants of auto and residual-free too; paper 1's init has its own.
+# What --init paper reads; auto and residual-free read the same entries.
 PAPER = dict(alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp_init="suo")
-PAPER_1 = ("alpha", "beta", "c")
 
 
 def get_args(argv=None):
@@ -79,8 +78,9 @@ def get_args(argv=None):
     add("--temperature-beta", type=runtime.number(float, low=0.1, high=10),
         help="attention temperature beta ** -layer; 1 is off; else the preset's, by shortcut")
     add("--init", choices=["auto", "default", "paper", "skipless", "residual-free"],
-        help="constants: auto from the net's size, paper 2's, or the preset's for paper 1's (skipless) or "
-             f"2's init; default: std .02. Else {preset['skipless_init']} if skipless, default if not")
+        help="auto: constants from the net's size; paper: paper 2's; skipless (paper 1), residual-free: "
+             "the preset's; default: std .02. "
+             f"Else {preset['skipless_init']} if skipless, default if not")
     runtime.add_optimizer_flags(parser, optim.OPTIMIZERS, unit="steps")
     add = parser.add_argument_group("data").add_argument
     add("--data", help=f"{', '.join(text.EMBEDDED)}, a .txt file, or a folder of tools.prepare_text")
@@ -99,24 +99,22 @@ def get_args(argv=None):
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
         args.init = args.skipless_init if args.shortcut == "skipless" else "default"
     del args.skipless_init
+    if args.init in ("default", "skipless"):
+        del args.mlp_init                                        # args.json says what applies, no more
     return args
 
 
-def choose_constants_of(args):
-    """{name: value} of the constants that --init reads. The others go: args.json says what was used."""
+def lm_constants(args):
+    """{name: value} of the constants that --init reads, and `center`."""
+    names = {"default": (), "skipless": ("alpha", "beta", "c")}.get(args.init, PAPER)
+    constants = {key: getattr(args, key) for key in names} | {"center": 0.0}
     if args.init == "paper":
-        vars(args).update(PAPER)
-    if args.init == "auto":
-        size = (args.embed_dim, args.num_heads, args.block_size, args.depth)
-        chosen = init.choose_lm_constants(
-            *size, args.temperature_beta, args.attention_scale, activation=activation)
-        args.alpha_qk = chosen["alpha_qk"]
-        args.center = chosen["center"] if args.center is None else args.center
-    args.center = args.center or 0.0
-    read = {"default": (), "skipless": PAPER_1}.get(args.init, tuple(PAPER))
-    for key in {*PAPER, *PAPER_1} - {*read}:
-        vars(args).pop(key, None)
-    return {key: getattr(args, key) for key in (*read, "center")}
+        constants |= PAPER
+    elif args.init == "auto":                                    # alpha_qk and center
+        constants |= init.choose_lm_constants(
+            args.embed_dim, args.num_heads, args.block_size, args.depth, args.temperature_beta,
+            args.attention_scale, activation=activation)
+    return constants if args.center is None else constants | {"center": args.center}
 
 
 def build_model(args, vocab_size):
@@ -124,21 +122,18 @@ def build_model(args, vocab_size):
 
     Equal on all ranks: the seed does not know the rank. Raises BadInput for sizes that do not fit."""
     torch.manual_seed(args.seed)
-    options = dict(
-        vocab_size=vocab_size, block_size=args.block_size, embed_dim=args.embed_dim, depth=args.depth,
-        num_heads=args.num_heads, mlp_ratio=args.mlp_ratio, shortcut=args.shortcut,
-        temperature_beta=args.temperature_beta, alpha_min=args.alpha_min,
-        attention_scale=args.attention_scale)
+    options = dict(vocab_size=vocab_size)
+    for key in ("block_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "shortcut", "alpha_min",
+                "temperature_beta", "attention_scale"):
+        options[key] = getattr(args, key)
     with runtime.user_errors():
-        raw = LM(**options)
-        constants = choose_constants_of(args)
+        raw, constants = LM(**options), lm_constants(args)
         if args.init == "skipless":
             init.init_skipless_vit(raw, args.alpha, args.beta, args.c)
         elif args.init != "default":
-            init.init_residual_free_lm(
-                raw, args.alpha_qk, args.alpha_vo, args.alpha_u, args.alpha_d, args.mlp_init)
+            init.init_residual_free_lm(raw, *(constants[key] for key in PAPER))
     spread = constants.get("alpha_u", 1.0) ** 0.5                # of what fc1 gives the activation
-    options["shift"] = args.center * init.gaussian_mean(activation, spread)
+    options["shift"] = constants["center"] * init.gaussian_mean(activation, spread)
     for block in raw.blocks:
         block.mlp.shift = options["shift"]
     return raw, options, constants
@@ -263,7 +258,7 @@ def main(argv=None):
     run = runtime.open_run(args, "lm")
 
     # data, model, optimizer
-    corpus = text.load_text(args.data, args.tokenizer)
+    corpus = text.load_text(args.data, args.tokenizer or None)
     args.tokenizer = corpus.tokenizer.name
     text.windows_per_epoch(corpus.train, args.block_size)        # a text too short is refused here
     text.eval_batches(corpus.val, args.block_size, args.micro_batch)
@@ -276,11 +271,13 @@ def main(argv=None):
                                       **runtime.optimizer_options(args))
     peak = runtime.matmul_rate(run.device, run.dtype) * run.size
 
-    facts = dict(train_tokens=len(corpus.train), tokenizer_digest=corpus.tokenizer.digest)
-    step = run.begin(dict(facts, model=options), steps, raw, ema, optimizer)
+    facts = dict(train_tokens=len(corpus.train), tokenizer_digest=corpus.tokenizer.digest,
+                 model=options, constants=constants)
+    step = run.begin(facts, steps, raw, ema, optimizer)
+    used = ", ".join(f"{key} {value}" for key, value in constants.items())
     run.banner(f"{len(corpus.train):,} training and {len(corpus.val):,} validation tokens, "
                f"{args.tokenizer} ({corpus.tokenizer.vocab_size:,})",
-               f"{runtime.millions(raw)}, {args.shortcut}, init {args.init} {constants}",
+               f"{runtime.millions(raw)}, {args.shortcut}, init {args.init}: {used}",
                f"{tokens:,} tokens; {steps} steps, {steps * tokens / len(corpus.train):.2f} epochs",
                optim.describe(optimizer))
     model = run.wrap(raw)
@@ -291,13 +288,13 @@ def main(argv=None):
         net, tokenizer, written = ema or raw, corpus.tokenizer, None
         val_loss, kurtosis = evaluate(net, corpus.val, args, run)
         runtime.check_val(val_loss, step, lr)
-        drift, highest = isometry_drift(raw), max(kurtosis)
-        line = (f"step {step:6d}  val loss {val_loss:.4f}  excess kurtosis {kurtosis[0]:.2f} .. "
-                f"{kurtosis[-1]:.2f}, max {highest:.2f}  isometry drift {drift:.3f}" + " (ema)" * bool(ema))
+        drift, most = isometry_drift(raw), max(kurtosis)
+        line = (f"step {step:6d}  val loss {val_loss:.4f}{' (ema)' * bool(ema)}  excess kurtosis "
+                f"{kurtosis[0]:.2f} .. {kurtosis[-1]:.2f}, max {most:.2f}  isometry drift {drift:.3f}")
         if args.sample_tokens and run.main:
             written = sample_text(net, tokenizer, args.prompt, args.sample_tokens, args.seed, step)
             line += "\n" + textwrap.indent(readable(written), " " * 4)
-        run.log(line, step=step, val_loss=val_loss, kurtosis=kurtosis, kurtosis_max=highest,
+        run.log(line, step=step, val_loss=val_loss, kurtosis=kurtosis, kurtosis_max=most,
                 isometry_drift=drift, sample=written)
 
     if run.owes_look(step, eval_every):
