@@ -1,4 +1,4 @@
-"""Masked autoencoder with decayed shortcuts (paper 3): it reconstructs pixels, yet its features are abstract.
+"""Masked autoencoder with decayed shortcuts (paper 3): trained on pixels, its features are abstract.
 
     x <- a x + f(x),  a falling from 1 to alpha_min over the 2L sub-layers of the encoder
 
@@ -9,9 +9,9 @@ on two cores. k-NN of the best layer over three seeds; 7 classes, the largest 26
 2026-11-30):
     python train_mae.py                            30.6 +- 1.6 %   decayed to 0.6, long skips, zero init
     python train_mae.py --shortcut residual        25.9 +- 0.9 %   plain shortcuts: its baseline
-    python train_mae.py --plain                    29.0 +- 0.2 %   original MAE: no long skips, no zero init
+    python train_mae.py --plain                    29.0 +- 0.2 %   the original MAE
     python train_mae.py --skipless --opt soap                      no shortcut in the encoder
-    python train_mae.py --set alphas=cosine                        an ablation, see ABLATIONS
+    python train_mae.py --set alphas=cosine                        an ablation, see `ablated`
     python probe.py layers --ckpt out/mae-*                        k-NN and linear probe of every layer
 
 The paper's ViT-B/16 on ImageNet-1k, 800 epochs (paper: k-NN 27.4 % for MAE, 63.9 % for this):
@@ -32,14 +32,15 @@ import data
 import init
 import optim
 import runtime
-from model import MAE, SHORTCUTS, SIZES, alpha_min_for, pair_up, random_masking, shortcut_weights
+from model import (MAE, SHORTCUTS, SIZES, alpha_min_for, learnable, pair_up, random_masking,
+                   shortcut_weights)
 from runtime import BadInput
 
 # What every preset has beside its own entries. `--set key=value` changes any of them.
 COMMON = dict(
     shortcut="decayed", alpha_min=0.6, long_skips=True,
-    alphas="linear",                        # the shortcuts' weights: linear, or a name of ABLATIONS
-    zero_init=True,                         # the last weight of every branch starts at zero, if it has a shortcut
+    alphas="linear",                        # the ablations of paper 3, see `ablated`
+    zero_init=True,                         # the last weight of every branch with a shortcut starts at 0
     encoder_norm=None,                      # a final norm of the encoder; None: only without long skips
     mask_ratio=0.75,                        # share of the patches that is removed
     norm_pix_loss=True,                     # targets are normalised per patch
@@ -55,10 +56,10 @@ PRESETS = {
         lr={"residual": {"adamw": 1.5e-3, "soap": 5e-3, "kl-shampoo": 1e-3, "muon": 1.5e-3},
             "skipless": {"adamw": 1.5e-4, "soap": 5e-3, "kl-shampoo": 3e-4, "muon": 1e-3}},
         betas=dict(adamw=(0.9, 0.95)),
-        knn_every=2.0, knn_images=2048),    # epochs between looks at every layer, 0 is off; images in the bank
-    # ViT-B/16, ImageNet-1k, as in the paper's code: batch 8192, lr 1.5e-4 * batch / 256, 40 of 800 epochs
-    # of warm-up, AdamW (.9, .95), crops of .2 to 1 and flips. alpha_min .6 is the paper's table; its code
-    # runs .7. Assumed: the lrs of other optimizers.
+        knn_every=2.0, knn_images=2048),    # k-NN by layer: epochs between, 0 is off; images in the bank
+    # ViT-B/16, ImageNet-1k, as in the paper's code: batch 8192, lr 1.5e-4 * batch / 256, 40 of 800
+    # epochs of warm-up, AdamW (.9, .95), crops of .2 to 1 and flips. alpha_min .6 is the paper's table;
+    # its code runs .7. Assumed: the lrs of other optimizers.
     "paper": dict(
         COMMON, data=None, size="base", img_size=224, patch_size=16, decoder_dim=512, decoder_depth=8,
         decoder_heads=16, skipless_init="paper", epochs=800, batch_size=8192, warmup=40.0, augment="mae",
@@ -68,72 +69,26 @@ PRESETS = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# the ablations of paper 3: functions (depth, alpha_min) -> alphas, as in model.SHORTCUTS
+def ablated(name, alphas):
+    """Shortcut weights, one pair (attention, MLP) per block, as an ablation of paper 3 changes them.
 
-def cosine_decay(depth, alpha_min):
-    """Half a cosine from 1 to alpha_min instead of a line."""
+    A weight a is a x + f(x), weights [a, g] are a x + g f(x). Raises BadInput for an unknown name."""
+    depth, last, half = len(alphas), alphas[-1][1], math.sqrt(.5)
     fall = [(1 - math.cos(math.pi * (i / (2 * depth - 1)))) / 2 for i in range(2 * depth)]
-    return pair_up([1 - t * (1 - alpha_min) for t in fall])
+    lists = {
+        "linear": alphas,
+        "cosine": pair_up([1 - t * (1 - last) for t in fall]),
+        "per-layer": [(1 - (1 - last) * layer / depth, 1.0) for layer in range(1, depth + 1)],
+        "attention-only": [(a, 1.0) for a, _ in alphas],
+        "mlp-only": [(1.0, a) for _, a in alphas],
+        "scaled-both": [[[half * a, half], [half * b, half]] for a, b in alphas],
+        "scaled-branch": [[[a, half], [b, half]] for a, b in alphas],
+        "learned": alphas,                                       # where `learnable` parameters start
+    }
+    if name not in lists:
+        raise BadInput(f"--set alphas={name} is unknown: use one of {', '.join(lists)}")
+    return [list(pair) for pair in lists[name]]
 
-
-def per_layer_decay(depth, alpha_min):
-    """The paper's formula with a block as its layer: the attention's weight falls, the MLP's is 1."""
-    return [(1 - (1 - alpha_min) * layer / depth, 1.0) for layer in range(1, depth + 1)]
-
-
-def attention_decay(depth, alpha_min):
-    """Only the shortcuts of attention decay."""
-    return [(attention, 1.0) for attention, _ in shortcut_weights("decayed", depth, alpha_min)]
-
-
-def mlp_decay(depth, alpha_min):
-    """Only the shortcuts of MLPs decay."""
-    return [(1.0, mlp) for _, mlp in shortcut_weights("decayed", depth, alpha_min)]
-
-
-def scaled_sum(depth, alpha_min):
-    """sqrt(.5) (x + f(x)), whatever alpha_min: shortcut and branch are scaled."""
-    return [((math.sqrt(.5), math.sqrt(.5)),) * 2] * depth
-
-
-def scaled_branch(depth, alpha_min):
-    """x + sqrt(.5) f(x), whatever alpha_min: only the branch is scaled."""
-    return [((1.0, math.sqrt(.5)),) * 2] * depth
-
-
-def learned_weights(depth, alpha_min):
-    """Parameters that start at the linear decay."""
-    return [tuple(nn.Parameter(torch.tensor(a)) for a in pair)
-            for pair in shortcut_weights("decayed", depth, alpha_min)]
-
-
-ABLATIONS = {
-    "cosine": cosine_decay, "per-layer": per_layer_decay, "attention-only": attention_decay,
-    "mlp-only": mlp_decay, "scaled-both": scaled_sum, "scaled-branch": scaled_branch,
-    "learned": learned_weights,
-}
-
-
-def choose_alphas(args):
-    """The weights that the entry `alphas` names; None where they are the shortcut's own.
-
-    Raises BadInput for an unknown name, and for a net without shortcuts."""
-    if args.alphas == "linear":
-        return None
-    if args.alphas not in ABLATIONS or args.shortcut == "skipless":
-        raise BadInput(f"--set alphas={args.alphas}: use linear, {', '.join(ABLATIONS)}, without --skipless")
-    return ABLATIONS[args.alphas](args.depth, args.alpha_min)
-
-
-def plain_numbers(alphas):
-    """Weights as nested lists of numbers, for the checkpoint; of learned ones those they start at."""
-    if isinstance(alphas, (list, tuple)):
-        return [plain_numbers(a) for a in alphas]
-    return alphas.item() if torch.is_tensor(alphas) else alphas
-
-
-# --------------------------------------------------------------------------------------------------
 
 def get_args(argv=None):
     """Flags win over --set, --set over --plain, --plain over the preset."""
@@ -151,8 +106,8 @@ def get_args(argv=None):
     add("--long-skips", action=argparse.BooleanOptionalAction,
         help="every second encoder block feeds a decoder block; else mask tokens")
     add("--init", choices=["auto", "default", "paper", "skipless"],
-        help="auto: constants from the net's size; paper: paper 1's; skipless: those of the preset's dict; "
-             f"default: MAE's. Else {preset['skipless_init']} if skipless, default if not")
+        help="auto: constants from the net's size; paper: paper 1's; skipless: the preset's; default: "
+             f"MAE's. Else {preset['skipless_init']} if skipless, default if not")
     runtime.add_optimizer_flags(parser, optim.OPTIMIZERS)
     add = parser.add_argument_group("data").add_argument
     add("--data", help=f"{', '.join(data.NAMES)}, or a folder with train/<class>/ and val/<class>/")
@@ -161,7 +116,7 @@ def get_args(argv=None):
 
     vars(args).pop("plain", None)
     if args.data is None:
-        raise BadInput(f"--preset {args.preset} needs --data: a folder with train/<class>/ and val/<class>/")
+        raise BadInput(f"--preset {args.preset} needs --data: a folder with train/<class>/, val/<class>/")
     args.depth = args.depth or SIZES[args.size]["depth"]
     if args.alpha_eff:
         args.alpha_min = alpha_min_for(args.alpha_eff, args.depth)
@@ -173,20 +128,20 @@ def get_args(argv=None):
 
 
 def build_model(args, images):
-    """(the MAE with its initialisation applied, its keyword arguments, its alphas, the constants used).
+    """(the MAE with its initialisation applied, its keyword arguments, alphas, the constants used).
 
     Equal on all ranks: the seed does not know the rank. Raises BadInput for sizes that do not fit."""
     torch.manual_seed(args.seed)
-    alphas = choose_alphas(args)
+    alphas = ablated(args.alphas, shortcut_weights(args.shortcut, args.depth, args.alpha_min))
     keys = ("img_size", "patch_size", "decoder_dim", "decoder_depth", "decoder_heads", "alpha_min",
             "long_skips", "zero_init", "shortcut", "encoder_norm", "norm_pix_loss")
     options = dict(SIZES[args.size], depth=args.depth, in_chans=images.in_chans,
                    **{key: getattr(args, key) for key in keys})
     with runtime.user_errors():
-        raw = MAE(**options, alphas=alphas)
+        raw = MAE(**options, alphas=learnable(alphas) if args.alphas == "learned" else alphas)
         kept, _, _ = random_masking(torch.zeros(1, math.prod(raw.grid)), args.mask_ratio)
         constants = init.apply_init(raw, args.init, vars(args), args.size, tokens=1 + kept.shape[1])
-    return raw, options, plain_numbers(alphas), constants
+    return raw, options, None if args.alphas == "linear" else alphas, constants
 
 
 def mask_noise(seed, step, samples, patches):
@@ -203,7 +158,8 @@ def evaluate(model, images, transform, noise, args, run):
 
     Image i is masked by row i of noise (n, N), the same each time."""
     loss, seen = 0.0, 0
-    batches = data.eval_batches(images.val, transform, args.micro_batch, run.rank, run.size, args.workers)
+    batches = data.eval_batches(images.val, transform, args.micro_batch, run.rank, run.size,
+                                args.workers)
     for (x, _), rows in zip(batches, noise[run.rank::run.size].split(args.micro_batch)):
         x, rows = run.to_device(x, rows)
         with run.autocast():
@@ -249,7 +205,7 @@ def knn_top1(bank, bank_labels, queries, labels, k=20, temperature=0.07):
 
 
 def spectrum_entropy(x):
-    """Effective rank of features (n, D) in nats: the entropy of singular values that sum to 1 (paper 3)."""
+    """Paper 3's effective rank of features (n, D), nats: the entropy of singular values that sum to 1."""
     values = torch.linalg.svdvals(x.double())
     return torch.special.entr(values / values.sum()).sum().item()
 
@@ -309,8 +265,8 @@ def main(argv=None):
 
     facts = dict(data.facts(images), model=options, alphas=alphas, constants=constants)
     step = run.begin(facts, steps, raw, ema, optimizer)
-    run.banner(data.describe(images), f"{runtime.millions(raw)}, {args.shortcut} to {args.alpha_min:.3g}, "
-               f"alpha_eff {raw.alpha_eff:.2g}, init {args.init} {constants or ''}",
+    weights = f"{args.shortcut}, alpha_min {args.alpha_min:.3g}, alpha_eff {raw.alpha_eff:.2g}"
+    run.banner(data.describe(images), f"{runtime.millions(raw)}, {weights}, init {args.init} {constants or ''}",
                f"{steps} steps, {per_epoch} per epoch", optim.describe(optimizer))
     model = run.wrap(raw)
     batches = data.train_batches(images.train, train_tf, args.batch_size, args.seed, step, steps,
@@ -325,7 +281,8 @@ def main(argv=None):
         if knn_every and (step % knn_every == 0 or step == steps):
             record.update(layer_figures(net, images, eval_tf, args, run))
             knn, best = record["val_knn"], record["val_knn_best"]
-            line += f"  k-NN best {best:.1f} % (layer {knn.index(best)} of {args.depth}), last {knn[-1]:.1f} %"
+            line += f"  k-NN best {best:.1f} % (layer {knn.index(best)} of {args.depth})"
+            line += f", last {knn[-1]:.1f} %"
         net.train()
         run.log(line, **record)
         if run.main:
@@ -365,9 +322,11 @@ def main(argv=None):
         if eval_now or knn_now:
             look(step, lr)
 
-    metric, label = ("val_knn_best", "k-NN of the best layer, %") if knn_every else ("val_loss", "loss")
-    run.finish(f"MAE-{args.size}, {args.shortcut}, {args.alphas}, init {args.init}, {args.opt}", metric, label,
-               digits=1 if knn_every else 3, files=["reconstructions.png"])
+    title, files = f"MAE-{args.size}, {args.shortcut}, init {args.init}, {args.opt}", ["reconstructions.png"]
+    if knn_every:
+        run.finish(title, "val_knn_best", "k-NN of the best layer, %", files=files)
+    else:
+        run.finish(title, "val_loss", "validation loss", digits=3, files=files)
     run.say(f"best val loss {run.best():.4f}")
     run.say(f"val loss {run.last('val_loss'):.4f}")
 
