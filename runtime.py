@@ -2,22 +2,25 @@
 
 A train script writes its own loop. Around it stands a `Run`:
 
-    run = open_run(args, "vit")                        processes, device, dtype, the checkpoint in --out
-    step = run.begin(facts, steps, raw, ema, opt)      resume, folder, log
-    run.banner(...)                                    what a person should know before the start
-    model = run.wrap(raw)                              torch.compile, DistributedDataParallel
-    run.observe(...)  run.log(...)  run.save(...)      inside the loop
-    run.finish(...)                                    curve.png and the last lines
+    run = open_run(args, "vit")                             processes, device, dtype, the checkpoint in --out
+    step = run.begin(facts, steps, raw, ema, optimizer)     resume, folder, log
+    run.banner(...)                                         what a person should know before the start
+    model = run.wrap(raw)                                   torch.compile, DistributedDataParallel
+    run.share(n)  run.observe(...)  run.due(...)  run.log_training(...)  run.save(...)      inside the loop
+    run.finish(...)                                         curve.png, and what the folder holds
 """
 import argparse
 import ast
 import contextlib
+import datetime
 import difflib
+import errno
 import hashlib
 import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +47,7 @@ def user_errors():
         raise BadInput(str(error)) from error
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # flags
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -55,27 +58,33 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that answers a wrong flag with one sentence and exit code 2."""
+    """argparse that answers a wrong flag with one sentence and exit code 2. entries: what --set reaches."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, entries=(), **kwargs):
         super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **kwargs)
+        self.entries = entries
 
     def error(self, message):
-        known = [option for action in self._actions for option in action.option_strings]
-        unknown = message.rpartition("unrecognized arguments: ")[2].split()
-        near = difflib.get_close_matches(unknown[0], known, n=1) if "unrecognized" in message else ()
-        self.exit(2, f"error: {message}{f'; did you mean {near[0]}?' if near else ''}; see --help\n")
+        hint = ""
+        if "unrecognized arguments: " in message:
+            flag = message.partition("arguments: ")[2].split()[0].partition("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            known += [f"--{key.replace('_', '-')}" for key in self.entries]
+            if near := difflib.get_close_matches(flag, known, n=1):
+                entry = near[0][2:].replace("-", "_")
+                is_flag = near[0] in self._option_string_actions
+                hint = f"; did you mean {near[0] if is_flag else f'--set {entry}=...'}?"
+        self.exit(2, f"error: {message}{hint}; see --help\n")
 
 
 def number(kind, low=-math.inf, high=math.inf, above=-math.inf, below=math.inf):
     """An argparse type: a finite int or float with low <= value <= high and above < value < below."""
     def parse(text):
         value = kind(text)
-        finite_ = abs(value) < math.inf                          # false for NaN; an int may exceed any float
-        if not (finite_ and low <= value <= high and above < value < below):
-            bounds = [("above", above, -math.inf), ("at least", low, -math.inf),
-                      ("below", below, math.inf), ("at most", high, math.inf)]
-            words = [f"{word} {bound:g}" for word, bound, none in bounds if bound != none]
+        in_range = abs(value) < math.inf and low <= value <= high and above < value < below
+        if not in_range:                                         # as NaN is; an int may exceed any float
+            bounds = [("above", above), ("at least", low), ("below", below), ("at most", high)]
+            words = [f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound)]
             raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(words) or 'finite'}")
         return value
     parse.__name__ = kind.__name__           # argparse names the type in "invalid int value: 'x'"
@@ -84,16 +93,20 @@ def number(kind, low=-math.inf, high=math.inf, above=-math.inf, below=math.inf):
 
 # Entries of every preset. No flag has their name; `--set key=value` reaches them, as all of a preset's.
 RARE = dict(
-    betas={},                       # momenta, by optimizer; one pair for all: --set betas=0.9,0.95
+    betas={},                       # momenta, by optimizer; --set betas=0.9,0.95 for the one that runs
     precondition_frequency=10,      # updates between two refreshes of the eigenbases (soap, kl-shampoo)
     init_factor=None,               # eigenvalues that KL-Shampoo starts from; None: its own
     stagger=False,                  # spread the refreshes over the updates between them
     bf16_factors=False,             # factors and bases in bfloat16: half the memory
     workers=0,                      # data loading processes per rank
     log_every=20,                   # steps between lines of the log
+    save_best=False,                # keep the best evaluation's checkpoint as best.pt
+    keep_every=0,                   # keep the checkpoint of every N-th step as ckpt-N.pt; 0 is off
 )
+# Entries that only some optimizers read, and those that only some kinds of --init read.
 MATRIX_ENTRIES = {"soap": ("precondition_frequency", "stagger", "bf16_factors"),
                   "kl-shampoo": ("precondition_frequency", "stagger", "bf16_factors", "init_factor")}
+INIT_ENTRIES = ("alpha", "beta", "c", "cancel_mean", "alpha_qk", "alpha_vo", "alpha_u", "alpha_d")
 
 
 def train_parser(doc, presets, argv):
@@ -104,7 +117,7 @@ def train_parser(doc, presets, argv):
     first.add_argument("--preset", choices=list(presets), default=next(iter(presets)),
                        help="a dict of defaults at the top of this file")
     preset = RARE | presets[first.parse_known_args(argv)[0].preset]
-    parser = Parser(description=doc, parents=[first])
+    parser = Parser(entries=preset, description=doc, parents=[first])
     parser.add_argument("--set", nargs="+", action="extend", metavar="KEY=VALUE",
                         help="change any entry of the preset's dict")
     return parser, preset
@@ -117,6 +130,13 @@ def add_shortcut_flags(add, shortcuts, default="residual"):
     add("--skipless", dest="shortcut", action="store_const", const="skipless",
         default=argparse.SUPPRESS, help="same as --shortcut skipless")
     add("--alpha-min", type=number(float, low=0, high=1), help="weight of the last shortcut, if decayed")
+
+
+def last_weight(args, default=0.6):
+    """The last shortcut's weight: 1 unless the shortcuts decay; `default` where --alpha-min is left out."""
+    if args.shortcut != "decayed":
+        return 1.0
+    return default if args.alpha_min is None else args.alpha_min
 
 
 def add_optimizer_flags(parser, optimizers, unit="epochs"):
@@ -155,7 +175,8 @@ def add_run_flags(parser, never="once per epoch"):
         help="start over, whatever --out holds")
     add("--allow-change", action="store_true",
         help="resume with another lr, length or augmentation than the run began with")
-    add("--eval-every", type=number(int, low=0), default=0, help=f"steps between looks; 0: {never}")
+    add("--eval-every", type=number(int, low=0), default=0,
+        help=f"steps between evaluations, each after a checkpoint; 0: {never}")
     add("--save-every", type=number(int, low=0), default=0, help=f"steps between checkpoints; 0: {never}")
     add("--wandb", metavar="PROJECT", help="also log to this Weights & Biases project")
 
@@ -163,46 +184,43 @@ def add_run_flags(parser, never="once per epoch"):
 def read_flags(parser, preset, argv, kind, lead=()):
     """(args, given): a namespace of all flags and all entries of the preset, and the names that were given.
 
-    Flags win over --set, --set over the preset. Where --out is left out it becomes out/<kind>-..., named
-    after the flags in `lead` and all that was given. Raises BadInput for a --set that does not fit."""
-    flags = {action.dest for action in parser._actions}
-    parser.set_defaults(**{k: v for k, v in preset.items() if k in flags and not isinstance(v, dict)})
-    args, unset = parser.parse_args(argv), object()
-    bare = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
-    given = {k for k, v in vars(bare).items() if v is not unset} - {"set"}
-    chosen = read_settings(args.set or (), preset)
-    for key, value in {**preset, **chosen}.items():
-        if key not in flags or (key in chosen and key not in given):
-            setattr(args, key, value)
-    given |= chosen.keys()
-    if isinstance(args.betas, dict):
-        args.betas = args.betas.get(args.opt)
+    Flags win over --set, --set over the preset. An entry that is a dict by optimizer gives its value for
+    --opt. Where --out is left out it becomes out/<kind>-..., named after the flags in `lead` and all that
+    was given. Raises BadInput for a --set that does not fit."""
+    argv, unset = sys.argv[1:] if argv is None else list(argv), object()
+    options = {action.dest: action.option_strings[0] for action in reversed(parser._actions)}
+    parser.set_defaults(**{k: v for k, v in preset.items() if k in options and not isinstance(v, dict)})
+    texts = dict(split_setting(pair, preset) for pair in parser.parse_args(argv).set or ())
+    argv = [f"{options[key]}={text}" for key, text in texts.items() if key in options] + argv
+    args = parser.parse_args(argv)
+    bare = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), unset) | {"set": None}))
+    given = {key for key, value in vars(bare).items() if value is not unset} - {"set"} | texts.keys()
+    for key, value in preset.items():
+        if key in texts and key not in options:
+            setattr(args, key, read_value(key, texts[key], value))
+        elif key not in options:
+            setattr(args, key, value.get(args.opt) if isinstance(value, dict) else value)
     for key in set(MATRIX_ENTRIES["kl-shampoo"]) - set(MATRIX_ENTRIES.get(args.opt, ())):
         delattr(args, key)                                       # args.json says what applies, no more
     del args.set
-    if args.out is None:
-        name = [kind, *(str(getattr(args, key)) for key in lead)]
-        args.out = f"out/{folder_name(name, {k: getattr(args, k) for k in sorted(given - set(lead))}, args.seed)}"
+    args.out = args.out or f"out/{folder_name(args, given, kind, lead)}"
     return args, given
 
 
-def read_settings(pairs, preset):
-    """{key: value} of texts "key=value", each of the type that the preset's entry has."""
-    found = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or key not in preset:
-            near = difflib.get_close_matches(key, preset, n=1) or sorted(preset)
-            raise BadInput(f"--set {pair}: write key=value, with a key of the preset: {', '.join(near)}")
-        found[key] = read_value(pair, text, preset[key])
-    return found
+def split_setting(pair, preset):
+    """(key, text) of "key=text". Raises BadInput where it has no = or the preset no such key."""
+    key, equals, text = pair.partition("=")
+    if not equals or key not in preset:
+        near = difflib.get_close_matches(key, preset, n=1) or sorted(preset)
+        raise BadInput(f"--set {pair}: write key=value, with a key of the preset: {', '.join(near)}")
+    return key, text
 
 
-def read_value(pair, text, default):
-    """`text` as a value like `default`: a number, a truth value, a text, or numbers with commas between."""
-    words = {"true": True, "false": False, "none": None}
+def read_value(key, text, default):
+    """`text` as a value like `default`: a number, true or false, a text, or numbers with commas between."""
     if isinstance(default, str):
         return text
+    words = {"true": True, "false": False, "none": None}
     try:
         value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -211,24 +229,33 @@ def read_value(pair, text, default):
         value = float(value)
     value = list(value) if isinstance(value, tuple) else value
     kind = list if isinstance(default, (tuple, list, dict)) else type(default)
-    numbers = value if isinstance(value, list) else [value]
     if default is None or (value is None and kind is list):
         return value
-    if type(value) is not kind or any(isinstance(v, float) and not math.isfinite(v) for v in numbers):
+    if type(value) is not kind or finite(value) != value:
         kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise BadInput(f"--set {pair}: the value must be {kinds.get(kind, 'numbers with commas between')}")
+        raise BadInput(f"--set {key}={text}: it must be {kinds.get(kind, 'numbers with commas between')}")
     return value
 
 
-def folder_name(words, chosen, seed):
-    """A run's folder: all that was chosen and touches its course is in the name, so a sweep has one each."""
-    for key, value in chosen.items():
+def folder_name(args, given, kind, lead):
+    """A run's folder: all that was given and touches its course is in the name; so a sweep has one each."""
+    if getattr(args, "finetune", None):
+        kind, lead = f"{kind}-finetune", ("finetune", "opt")
+    words = [kind, *(text_in_name(getattr(args, key)) for key in lead)]
+    for key in sorted(given - {*lead, "seed"}):
         if key not in UNTOUCHED or key == "data":
-            shown = Path(value).name if isinstance(value, str) else json.dumps(value).replace(" ", "")
-            words = [*words, f"{key}{shown}"] if key != "seed" else words
-    text = "-".join(words)
-    text = text if len(text) < 120 else f"{text[:100]}-{mix_seed(text):08x}"
-    return f"{text}-seed{seed}"
+            words.append(key + text_in_name(getattr(args, key)))
+    name = "-".join(words)
+    name = name if len(name) < 120 else f"{name[:100]}-{mix_seed(name):08x}"
+    return f"{name}-seed{args.seed}"
+
+
+def text_in_name(value):
+    """A value in a folder's name: of a path its last part, of a checkpoint its run."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    path = Path(str(value))
+    return path.resolve().parent.name if path.suffix == ".pt" else path.name
 
 
 def by_net(table, args):
@@ -251,7 +278,7 @@ def optimizer_options(args):
     return {key: value for key, value in options.items() if value is not None}
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # processes and devices
 
 class World(NamedTuple):
@@ -269,8 +296,7 @@ class World(NamedTuple):
 def start(device="auto", threads=0):
     """Join the process group when launched by torchrun, pick this process's device, return a `World`.
 
-    Raises BadInput when the device is absent or there are more processes than GPUs on this machine.
-    """
+    Raises BadInput when the device is absent or there are more processes than GPUs on this machine."""
     if threads:
         torch.set_num_threads(threads)
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -289,12 +315,12 @@ def start(device="auto", threads=0):
         name = f"cuda:{index}"
     chosen = torch.device(name)
     why = f"{name}, " + ("the first of cuda, mps, cpu here" if device == "auto" else "asked for by --device")
-    if {"RANK", "WORLD_SIZE"} <= set(os.environ):                                # torchrun
-        if not dist.is_initialized():
-            backend = "nccl" if kind == "cuda" else "gloo"
-            dist.init_process_group(backend, device_id=chosen if kind == "cuda" else None)
-        return World(dist.get_rank(), dist.get_world_size(), chosen, why)
-    return World(0, 1, chosen, why)
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):                            # no torchrun
+        return World(0, 1, chosen, why)
+    if not dist.is_initialized():
+        on_gpu = kind == "cuda"                                  # gloo beside nccl: for signals, see Run
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None)
+    return World(dist.get_rank(), dist.get_world_size(), chosen, why)
 
 
 def pick_dtype(name, device):
@@ -334,8 +360,7 @@ def lr_at(step, total, warmup, peak, floor=0.0):
     """Linear warm-up, then half a cosine from `peak` to `floor`.
 
     A pure function of the step, so a resume needs no scheduler. Step 0 already learns, since the
-    warm-up is (step + 1) / warmup; warmup = 0 and warmup = total both work.
-    """
+    warm-up is (step + 1) / warmup; warmup = 0 and warmup = total both work."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -354,9 +379,6 @@ def millions(module):
     return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f} M parameters"
 
 
-# --------------------------------------------------------------------------------------------------
-# batches
-
 def split_batch(batch_size, micro_batch, processes):
     """Micro-steps per update, the same on all ranks. Ranks and micro-steps may differ by one sample.
 
@@ -373,20 +395,20 @@ def my_part(samples, rank, processes, micro_steps):
     return samples.tensor_split(processes)[rank].tensor_split(micro_steps)
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # checkpoint
 
 # What a resume may change. The first never touch the course of a run. The second do: they need
 # --allow-change, and the change is logged. Everything else makes another run.
 UNTOUCHED = (
     "preset", "device", "dtype", "compile", "workers", "threads", "out", "resume", "allow_change",
-    "log_every", "eval_every", "save_every", "wandb", "micro_batch", "data", "model", "alpha_eff",
-    "knn_every", "knn_images", "samples", "sample_steps", "cfg_scale", "sample_tokens", "prompt",
-    "eval_tokens")
+    "log_every", "eval_every", "save_every", "save_best", "keep_every", "wandb", "micro_batch", "data",
+    "model", "alpha_eff", "knn_every", "knn_images", "samples", "sample_steps", "cfg_scale",
+    "sample_tokens", "prompt", "eval_tokens")
 CHANGEABLE = (
     "lr", "min_lr", "lr_schedule", "epochs", "steps", "warmup", "clip", "ema", "ema_warmup", "augment",
     "mixup", "cutmix", "label_smoothing", "flip", "weight_decay_end", "momentum", "teacher_temp",
-    "teacher_temp_start", "teacher_temp_warmup")
+    "teacher_temp_start", "teacher_temp_warmup", "bad_images")
 # Of the data: a folder may move, but not change.
 FACTS = ("train_images", "train_tokens", "classes", "in_chans", "tokenizer_digest")
 
@@ -447,9 +469,9 @@ def find_checkpoint(out, resume, kind):
 
 
 def check_resume(path, then, now):
-    """Compare the flags in a checkpoint with this command's, two dicts. Returns {key: (then, now)}.
+    """Compare the values in a checkpoint with this command's, two dicts. Returns {key: (then, now)}.
 
-    Raises BadInput, naming the flag and both values, for a change that is not allowed."""
+    Raises BadInput, naming the key and both values, for a change that is not allowed."""
     changes = {key: (then[key], now[key]) for key in now if then.get(key, now[key]) != now[key]}
     for key, (old, new) in changes.items():
         if key in FACTS:
@@ -458,28 +480,19 @@ def check_resume(path, then, now):
         if key in UNTOUCHED or (key in CHANGEABLE and now["allow_change"]):
             continue
         remedy = ", or --allow-change to go on with the new value" * (key in CHANGEABLE)
-        raise BadInput(f"{path} was trained with {typed(key, old)} and you ask for {typed(key, new)}: pass "
-                       f"{typed(key, old)}, --fresh to start over, another --out{remedy}")
+        raise BadInput(f"{path} was trained with {key}={old} and you ask for {key}={new}: pass the old "
+                       f"value, --fresh to start over, another --out{remedy}")
     return {key: change for key, change in changes.items() if key not in UNTOUCHED}
 
 
-def typed(key, value):
-    """A flag with its value, about as one types it."""
-    value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-    return f"--{key.replace('_', '-')} {value}"
-
-
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # the run
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
 
 class Run:
-    """A training run: its processes, device and dtype, its folder with checkpoint and log.
-
-    kind: the train script's name in the checkpoint. best: (key of the log, max or min), which value of
-    the evaluations is the best one."""
+    """A training run: its processes, device and dtype, its folder with checkpoint and log."""
 
     def __init__(self, args, kind, best):
         self.args, self.kind, self.best_key = args, kind, best
@@ -491,46 +504,58 @@ class Run:
         args.micro_batch = args.micro_batch or max(1, args.batch_size // self.size)
         self.ckpt = Path(args.out) / "ckpt.pt"
         self.saved = find_checkpoint(args.out, args.resume, kind)
-        self.first_step, self.window, self.signal = 0, [], 0
+        self.first_step, self.bar, self.wandb = 0, None, None
+        self.window, self.pending = [], []      # steps since the last log line: numbers; tensors, unchecked
+        self.signal = self.signal_time = self.agreed = 0
 
     def begin(self, facts, steps, model, ema, optimizer):
         """Resume from the checkpoint, or begin; make the folder, args.json and the log. Returns the step.
 
-        facts: what is known beside the flags (size of the data, options of the model), for args.json and
-        the checkpoint. ema: the averaged model or None. Nothing is written before all is checked. Raises
-        BadInput for flags that make another run, and for a folder that cannot be written."""
-        self.steps, self.facts, changes = steps, dict(vars(self.args), kind=self.kind, **facts), {}
+        facts: what is known beside the flags (size of the data, options of the model, the constants of
+        its initialisation), for args.json and the checkpoint. ema: the averaged model or None. Nothing is
+        written before all is checked. Raises BadInput for flags that make another run, and for a folder
+        that cannot be written."""
+        self.steps, self.facts, changes = steps, vars(self.args) | facts | {"kind": self.kind}, {}
+        for key in INIT_ENTRIES:                                 # the preset's; those that were used follow
+            self.facts.pop(key, None)
+        self.facts |= self.facts.pop("constants", {})
         if saved := self.saved:
             changes = check_resume(self.ckpt, saved["args"], self.facts)
-            if changes and saved["step"] >= steps:
-                raise BadInput(f"{self.ckpt} is a finished run of {saved['step']} steps: pass --fresh to "
-                               "start over, or another --out")
+            if saved["step"] > steps or (saved["step"] == steps and changes):
+                raise BadInput(f"{self.ckpt} has already {saved['step']} steps and you ask for {steps}: pass "
+                               "--fresh to start over, or another --out")
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             if ema:
                 ema.load_state_dict(saved["ema"] or saved["model"])
             torch.set_rng_state(saved["rng"])
-            self.first_step, self.saved = saved["step"], True    # lets the tensors go
+            self.first_step, self.window = saved["step"], saved.get("window", [])
+            self.saved = True                                    # lets the tensors go
         wandb = import_optional("wandb", "--wandb") if self.args.wandb else None
         if self.main:
             make_out(self.args.out, self.facts)
-        if self.main and not self.first_step:                    # the old checkpoint goes with the old log
-            self.ckpt.unlink(missing_ok=True)
-        self.journal = Log(self.args.out, self.main, self.first_step, wandb, self.facts)
+            if not self.first_step:                              # old checkpoints go with the old log
+                for old in (self.ckpt, self.ckpt.with_name("best.pt"), *self.ckpt.parent.glob("ckpt-*.pt")):
+                    old.unlink(missing_ok=True)
+            trim_log(self.args.out, self.first_step)
+            if wandb:
+                self.wandb = wandb.init(project=self.args.wandb, config=self.facts, dir=self.args.out)
+        self.restart_clock(self.first_step)
         for key, (old, new) in changes.items():
-            self.log(f"step {self.first_step:6d}  {typed(key, old)} is {new} from here on",
+            self.log(f"step {self.first_step:6d}  {key} was {old} and is {new} from here on",
                      step=self.first_step, changed=key, was=old, now=new)
         self.catch_signals()
         return self.first_step
 
-    def banner(self, data, model, batch, optimizer_text):
-        """What a person should know before the run starts: some ten lines. All flags are in args.json."""
+    def banner(self, data, model, batch, optimizer):
+        """Print what a person should know before the run starts, from one text each: about ten lines."""
         lines = dict(
             versions=f"revision {git_revision()}, torch {torch.__version__}, python {sys.version.split()[0]}",
             device=f"{self.world.why}; {self.size} process(es) x {torch.get_num_threads()} threads; "
                    f"{self.dtype} ({self.why_dtype})",
-            data=f"{self.args.data}: {data}", model=model, optimizer=optimizer_text,
-            batch=f"{self.args.batch_size} over {self.size} process(es) x {self.micro_steps} micro-step(s); {batch}",
+            data=f"{self.args.data}: {data}", model=model, optimizer=optimizer,
+            batch=f"{self.args.batch_size} over {self.size} process(es) x {self.micro_steps} micro-step(s); "
+                  + batch,
             folder=f"{self.args.out}, all flags in args.json")
         if self.first_step:
             lines["resume"] = f"{self.ckpt}, step {self.first_step} of {self.steps}"
@@ -548,7 +573,8 @@ class Run:
         hidden = not (self.main and sys.stdout.isatty())
         self.bar = tqdm(total=self.steps, initial=self.first_step, disable=hidden, unit="step",
                         dynamic_ncols=True)
-        self.clock = self.began = time.perf_counter()
+        self.restart_clock(self.first_step)
+        self.began = self.clock
         return model
 
     # what the loop needs
@@ -573,25 +599,36 @@ class Run:
     def observe(self, step, lr, loss, norm):
         """Note a step's loss and gradient norm, tensors, for the log; stop where they are not finite.
 
-        On GPUs a look is a synchronisation, so it waits for the log step."""
-        self.window.append((step, lr, loss, norm))
+        On GPUs the check is a synchronisation, so it waits for the log step."""
+        self.pending.append((step, lr, loss, norm))
         if self.device.type == "cpu":
-            check_finite(self.window[-1:], self.world)
+            self.check_pending()
         self.bar.update()
 
+    def check_pending(self):
+        """Average what was observed over the ranks; stop all where it is not finite."""
+        if self.pending:
+            self.window, self.pending = self.window + check_finite(self.pending, self.world), []
+
     def due(self, step, save_every, eval_every):
-        """(log now?, save now?, evaluate now?), the last two at the last step too. A signal saves."""
-        stop = self.interrupted(step)
-        save, look = (step % every == 0 or step == self.steps for every in (save_every, eval_every))
-        return step % self.args.log_every == 0 or save or look or stop, save or stop, look
+        """(log now?, save now?, evaluate now?): all three at the last step; a signal saves.
+
+        Evaluations are saved before, so that nothing that fails there costs training."""
+        evaluate, planned = (step % every == 0 or step == self.steps for every in (eval_every, save_every))
+        keep = self.args.keep_every and step % self.args.keep_every == 0
+        log = step % self.args.log_every == 0 or evaluate or planned
+        return log, bool(evaluate or planned or keep or self.stop_agreed()), evaluate
 
     def log_training(self, step, lr, samples, unit, epoch, flops=0.0, peak=0.0):
         """The training line of the log: mean loss since the last one, gradient norm, rate, time left.
 
         samples: per step, in that unit; flops: of one sample, and peak, the machine's rate, for the MFU."""
-        loss, norm = check_finite(self.window, self.world)
-        rate = len(self.window) * samples / (time.perf_counter() - self.clock)
-        per_step = (time.perf_counter() - self.began) / (step - self.first_step)
+        self.check_pending()
+        losses, norm = [row[2] for row in self.window], self.window[-1][3]
+        loss = sum(losses) / len(losses)
+        now = time.perf_counter()
+        rate = (step - self.clock_step) * samples / (now - self.clock)
+        left = (now - self.began) / (step - self.first_step) * (self.steps - step)
         record = dict(step=step, epoch=epoch, loss=loss, lr=lr, grad_norm=norm, **{f"{unit}_per_s": rate})
         line = f"step {step:6d}  epoch {epoch:6.2f}  loss {loss:.4f}  lr {lr:.2e}  grad norm {norm:.2f}"
         line += f"  {rate:.0f} {unit}/s"
@@ -600,29 +637,51 @@ class Run:
             line += f"  MFU {100 * record['mfu']:.0f} %"
         if self.device.type == "cuda":
             line += f"  {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB"
-        self.log(f"{line}  {clock_time(per_step * (self.steps - step))} left", **record)
-        self.window, self.clock = [], time.perf_counter()
+        self.log(f"{line}  {datetime.timedelta(seconds=round(left))} left", **record)
+        self.window = []
 
     def save(self, step, model, ema, optimizer):
         """Write ckpt.pt; after a signal, leave. All ranks must call it: each has a share of the state."""
+        self.check_pending()
         state = optimizer.state_dict()
         if self.main:
             save_checkpoint(self.ckpt, dict(
                 model=model.state_dict(), ema=ema and ema.state_dict(), optimizer=state, step=step,
-                best=self.best(), rng=torch.get_rng_state(), args=self.facts))
-        if self.signal and step < self.steps:
+                best=finite(self.best()), rng=torch.get_rng_state(), args=self.facts, window=self.window))
+            if self.args.keep_every and step % self.args.keep_every == 0:
+                copy_file(self.ckpt, self.ckpt.with_name(f"ckpt-{step}.pt"))
+        if self.agreed and step < self.steps:
+            all_sum([0.0], self.world)                           # torchrun ends all when one has left
             self.bar.close()
             self.say(f"saved at step {step}: the same command continues")
-            sys.exit(128 + self.signal)
-        self.clock = time.perf_counter()
+            sys.exit(128 + self.agreed)
+        self.restart_clock(step)
 
     def log(self, human, **record):
-        """A line for a person and a line of log.jsonl. The next rate starts after it."""
-        self.journal.line(human, **record)
-        self.clock = time.perf_counter()
+        """A line for a person and, on rank 0, a line of log.jsonl. The next rate starts after it.
+
+        After the best evaluation so far ckpt.pt, which was saved before it, is kept as best.pt if asked."""
+        self.say(human)
+        if self.main:
+            (key, choose), before = self.best_key, self.best()
+            record = finite(record)
+            with open(Path(self.args.out) / "log.jsonl", "a", encoding="utf-8") as f:
+                f.write(json.dumps(record) + "\n")
+            if self.wandb:
+                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+            value = record.get(key)
+            if self.args.save_best and value is not None and (before != before or choose(value, before) != before):
+                copy_file(self.ckpt, self.ckpt.with_name("best.pt"))
+        self.restart_clock(record["step"])
 
     def say(self, text):
-        self.journal.say(text)
+        """Print, on rank 0, without tearing the progress bar."""
+        if self.main:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def restart_clock(self, step):
+        self.clock, self.clock_step = time.perf_counter(), step
 
     # what the log already holds
 
@@ -630,98 +689,83 @@ class Run:
         return [row[key] for row in read_log(self.args.out) if row.get(key) is not None]
 
     def best(self):
-        """The best evaluation so far, or None."""
+        """The best evaluation so far; nan if there is none."""
         key, choose = self.best_key
-        return choose(self.logged(key), default=None)
+        return choose(self.logged(key), default=math.nan)
 
     def last(self, key):
-        """The last evaluation's value; on rank 0, which writes the log."""
+        """The last evaluation's value; nan if there is none."""
         return (self.logged(key) or [math.nan])[-1]
 
     def owes_look(self, step, every):
-        """After a resume: is the evaluation of this step missing? A kill may come between save and look."""
+        """After a resume: is the evaluation of this step missing? A kill may come between it and the save."""
         if not step or (step % every and step != self.steps):
             return False
-        missing = self.main and not any(r["step"] == step and "val_loss" in r for r in read_log(self.args.out))
-        return all_sum([float(missing)], self.world)[0] > 0
+        done = any(row["step"] == step and "val_loss" in row for row in read_log(self.args.out))
+        return all_sum([float(self.main and not done)], self.world)[0] > 0
 
     # signals
 
     def catch_signals(self):
         """Remember SIGTERM, SIGUSR1 and Ctrl-C until the step is done; a second Ctrl-C ends at once."""
         def remember(number_, _):
-            if self.signal == number_ == signal.SIGINT:
+            again = self.signal == number_ == signal.SIGINT
+            if again and time.monotonic() - self.signal_time > 1:    # torchrun sends each one twice
                 raise KeyboardInterrupt
-            self.signal = number_
+            if not again:
+                self.signal, self.signal_time = int(number_), time.monotonic()
         if threading.current_thread() is threading.main_thread():
             for number_ in SIGNALS:
                 signal.signal(number_, remember)
 
-    def interrupted(self, step):
-        """Has a signal come to any process? Several GPUs ask at log steps only: it is a synchronisation."""
+    def stop_agreed(self):
+        """Has a signal come to any process? All ask together, on the CPU: the GPU need not wait."""
+        self.agreed = self.signal
         if self.size > 1:
-            if self.device.type != "cpu" and step % self.args.log_every:
-                return False
-            signals = torch.tensor(self.signal, device=self.device)
+            signals = torch.tensor(self.signal)
             dist.all_reduce(signals, dist.ReduceOp.MAX)
-            self.signal = int(signals)
-        return self.signal > 0
+            self.agreed = int(signals)
+        return self.agreed > 0
 
     def finish(self, title, metric, label, digits=1, files=()):
         """curve.png, and the line that names what the folder holds."""
         self.bar.close()
         if self.main:
             plot_curve(self.args.out, title, metric, label, digits)
-        names = ", ".join(["ckpt.pt", "log.jsonl", "args.json", "curve.png", *files])
-        self.say(f"{self.args.out}: {names}")
+        self.say(f"{self.args.out}: {', '.join(['ckpt.pt', 'log.jsonl', 'args.json', 'curve.png', *files])}")
 
 
 def open_run(args, kind, best=("val_loss", min)):
-    """A `Run`: joins the process group and finds the checkpoint; nothing is written yet."""
+    """A `Run`: joins the process group and finds the checkpoint; nothing is written yet.
+
+    kind: the train script's name in the checkpoint. best: (key of the log, max or min), which value of
+    the evaluations is the best one."""
     return Run(args, kind, best)
 
 
-def clock_time(seconds):
-    """A time left, as a clock shows it: 1:02:03 or 4:05."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+def check_finite(window, world):
+    """Stop all ranks together at the first step whose loss or gradient norm is not finite.
+
+    window: (step, lr, loss, grad_norm) of some steps, tensors still on the device: one synchronisation
+    for all. Returns the same with numbers, means over the ranks. Raises BadInput, on all ranks."""
+    mean = [v / world.size for v in all_sum([w[2] for w in window] + [w[3] for w in window], world)]
+    rows = [(*w[:2], *pair) for w, pair in zip(window, zip(mean, mean[len(window):]))]
+    for step, lr, loss, norm in rows:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise BadInput(f"the loss is not finite at step {step} (loss {loss}, lr {lr:.3g}, gradient norm "
+                           f"{norm}): lower --lr, raise --warmup or set --clip")
+    return rows
 
 
-# --------------------------------------------------------------------------------------------------
-# log
+def check_val(value, step, lr):
+    """Stop where the validation loss, equal on all ranks, is not finite: the last update broke the net."""
+    if not math.isfinite(value):
+        raise BadInput(f"the validation loss is not finite after step {step} (lr {lr:.3g}): lower --lr, "
+                       "raise --warmup or set --clip")
 
-class Log:
-    """Human lines on stdout and JSON lines in out/log.jsonl, from rank 0; optionally Weights & Biases.
 
-    After a resume the lines past `step` are dropped: the steps they describe are run again.
-    """
-
-    def __init__(self, out, main, step=0, wandb=None, config=None):
-        self.path, self.main, self.wandb = Path(out) / "log.jsonl", main, None
-        if not main:
-            return
-        rows = [row for row in read_log(out) if row["step"] <= step] if step else []
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-        if wandb:
-            self.wandb = wandb.init(project=config["wandb"], config=config, dir=str(out))
-
-    def say(self, text):
-        if self.main:
-            tqdm.write(text)                                     # does not tear the progress bar
-            sys.stdout.flush()
-
-    def line(self, human, **record):
-        """One human line and one JSON line. Non-finite numbers are null: JSON has no word for them."""
-        if not self.main:
-            return
-        self.say(human)
-        record = finite(record)
-        with open(self.path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(record) + "\n")
-        if self.wandb:
-            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
+# -----------------------------------------------------------------------------------------------
+# files
 
 def read_log(out):
     """The rows of out/log.jsonl, dicts with a step; a line that a kill cut short is left out."""
@@ -734,6 +778,12 @@ def read_log(out):
     return rows
 
 
+def trim_log(out, step):
+    """Drop the lines past `step`, as the steps they describe are run again; all of them if it is 0."""
+    rows = [row for row in read_log(out) if row["step"] <= step] if step else []
+    write_text(Path(out) / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_text(path, text):
     """Write a text file as UTF-8, so that a kill leaves the old one or the new one."""
     temporary = Path(f"{path}.tmp")
@@ -741,8 +791,23 @@ def write_text(path, text):
     os.replace(temporary, path)
 
 
+def copy_file(source, target):
+    """Copy a file, so that a kill leaves the old target or the new one."""
+    shutil.copyfile(source, f"{target}.tmp")
+    os.replace(f"{target}.tmp", target)
+
+
+def make_out(out, args):
+    """Create the run's folder and write args.json. Raises BadInput when the folder cannot be written."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        write_text(Path(out) / "args.json", json.dumps(finite(args), indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose another folder") from error
+
+
 def finite(value):
-    """Nested plain data with None for nan and inf."""
+    """Nested plain data with None for nan and inf, for which JSON has no word."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -760,54 +825,16 @@ def import_optional(name, flag):
         raise BadInput(f"{flag} needs the package {package}: pip install {wheel}") from error
 
 
-def make_out(out, args):
-    """Create the run's folder and write args.json. Raises BadInput when the folder cannot be written."""
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        write_text(Path(out) / "args.json", json.dumps(finite(args), indent=2, sort_keys=True) + "\n")
-    except OSError as error:
-        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose another folder") from error
-
-
-def check_finite(window, world):
-    """Stop all ranks together at the first step whose loss or gradient norm is not finite.
-
-    window: (step, lr, loss, grad_norm) of the steps since the last check, tensors still on the device:
-    one synchronisation for all. Returns (mean loss over window and ranks, last gradient norm)."""
-    mean = [v / world.size for v in all_sum([w[2] for w in window] + [w[3] for w in window], world)]
-    losses, norms = mean[:len(window)], mean[len(window):]
-    for (step, lr, _, _), loss, norm in zip(window, losses, norms):
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise BadInput(f"the loss is not finite at step {step} (loss {loss}, lr {lr:.3g}, gradient norm "
-                           f"{norm}): lower --lr, raise --warmup or set --clip")
-    return sum(losses) / len(losses), norms[-1]
-
-
-def check_val(value, step, lr):
-    """Stop where the validation loss, equal on all ranks, is not finite: the last update broke the net."""
-    if not math.isfinite(value):
-        raise BadInput(f"the validation loss is not finite after step {step} (lr {lr:.3g}): lower --lr, "
-                       "raise --warmup or set --clip")
-
-
 def git_revision():
     """The commit of the code that runs, with + where files differ from it; 'unknown' outside git."""
     def git(*words):
-        here = Path(__file__).resolve().parent
-        return subprocess.run(["git", "-C", str(here), *words], capture_output=True, encoding="utf-8")
+        here = str(Path(__file__).resolve().parent)
+        return subprocess.run(["git", "-C", here, *words], capture_output=True, encoding="utf-8")
     try:
         head, dirty = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno")
     except FileNotFoundError:                                    # no git on this machine
         return "unknown"
     return head.stdout.strip() + "+" * bool(dirty.stdout.strip()) if head.returncode == 0 else "unknown"
-
-
-def pyplot():
-    """matplotlib.pyplot, drawing to files only; imported late, since only the end of a run needs it."""
-    import matplotlib
-    matplotlib.use("Agg")                                        # no display needed
-    import matplotlib.pyplot
-    return matplotlib.pyplot
 
 
 def matmul_rate(device, dtype, size=1024, repeats=5):
@@ -825,6 +852,14 @@ def matmul_rate(device, dtype, size=1024, repeats=5):
         wait()
         best = min(best, time.perf_counter() - begin)
     return 2 * size ** 3 / best
+
+
+def pyplot():
+    """matplotlib.pyplot, drawing to files only; imported late, since only the end of a run needs it."""
+    import matplotlib
+    matplotlib.use("Agg")                                        # no display needed
+    import matplotlib.pyplot
+    return matplotlib.pyplot
 
 
 def plot_curve(out, title, metric, label, digits=1):
@@ -858,6 +893,11 @@ def run_script(main):
         if int(os.environ.get("RANK", 0)) > 0:
             time.sleep(8)                                        # rank 0 says a fault that all meet
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        print(f"error: the disk is full ({error}): make room under --out", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
