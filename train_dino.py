@@ -1,15 +1,15 @@
 """Self-distillation without labels, DINO (Caron et al. 2021), with and without shortcuts (paper 1).
 
-    loss    = mean over pairs of views (i, v), i global, v any other, of  -sum_k p_t(x_i)_k log p_s(x_v)_k
-    p_t     = softmax((t - center) / T_t),   p_s = softmax(s / T_s),   t, s the logits of teacher and student
+    loss    =  mean over pairs of views (i, v), i global, v any other, of  -sum_k p_t(x_i)_k log p_s(x_v)_k
+    p_t     =  softmax((t - center) / T_t),  p_s = softmax(s / T_s),  t, s: logits of teacher and student
     teacher <- m teacher + (1 - m) student,  center <- .9 center + .1 mean(t)
 
-On a laptop: emoji on white, 32 px, 12 layers, 3 minutes on one core:
+On a laptop (emoji on white, 32 px, 12 layers, 3 minutes on one core):
     python train_dino.py --skipless --opt soap                     no shortcuts
     python train_dino.py --opt soap                                the usual block
     python -m evals.segmentation linear --ckpt out/dino-*          linear segmentation of frozen patches
     python -m evals.discovery --ckpt out/dino-*                    unsupervised object discovery
-    python probe.py pca --ckpt out/dino-*                          what patches have in common, as pictures
+    python probe.py pca --ckpt out/dino-*                          what patches have in common, drawn
 
 The paper's ViT-S/16 on ImageNet-1k, DINO's 300-epoch recipe, (alpha, beta, c) = (1.8, 1, 3):
     torchrun --nproc_per_node=8 train_dino.py --preset paper --data /path/to/imagenet --skipless \
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torchvision.transforms import v2
-from torchvision.utils import make_grid
+from torchvision.utils import save_image
 
 import data
 import init
@@ -34,7 +34,7 @@ from runtime import BadInput
 COMMON = dict(
     student_temp=0.1,                       # T_s
     center_momentum=0.9,                    # of the centre; 1 switches centring off
-    teacher_temp_start=0.04,                # T_t in the first epoch, it reaches teacher_temp in equal steps
+    teacher_temp_start=0.04,                # T_t in the first epoch, on its way to teacher_temp
     weight_decay=0.04, weight_decay_end=0.4,            # half a cosine from the one to the other
     alpha=1.0, c=3.0,                       # constants of --init skipless, beside each preset's beta
     clip=3.0,                               # each parameter's gradient by itself
@@ -54,9 +54,9 @@ PRESETS = {
             "skipless": {"adamw": 3e-4, "soap": 1e-3, "kl-shampoo": 3e-4, "muon": 1e-3}},
         betas=dict(adamw=(0.9, 0.999)),
         knn_every=1.0, knn_images=4096),    # k-NN by layer: epochs between, 0 is off; images in the bank
-    # DINO's published ViT-S/16: batch 1024, lr 5e-4 * batch / 256, 10 of 300 epochs of warm-up, cosine to
-    # 1e-6, teacher momentum .996 to 1, temperature .04 to .07 over 30 epochs, last layer frozen for 1.
-    # Assumed: the lrs of other optimizers than AdamW, for which the paper names none.
+    # DINO's published ViT-S/16: batch 1024, lr 5e-4 * batch / 256, 10 of 300 epochs of warm-up, cosine
+    # to 1e-6, teacher momentum .996 to 1, temperature .04 to .07 over 30 epochs, last layer frozen for
+    # one. Assumed: the lrs of other optimizers than AdamW.
     "paper": dict(
         COMMON, data=None, size="small", img_size=224, patch_size=16, pool="token", drop_path=0.1,
         skipless_init="paper", beta=2.0, epochs=300, batch_size=1024, warmup=10.0,
@@ -90,7 +90,7 @@ def get_args(argv=None):
     args, given = runtime.read_flags(parser, preset, argv, "dino", lead=("size", "shortcut", "opt"))
 
     if args.data is None:
-        raise BadInput(f"--preset {args.preset} needs --data: a folder with train/<class>/, val/<class>/")
+        raise BadInput(f"--preset {args.preset} needs --data: train/<class>/, val/<class>/")
     args.depth = args.depth or SIZES[args.size]["depth"]
     args.alpha_min = runtime.last_weight(args)
     args.lr = args.lr or runtime.by_net(preset["lr"], args)
@@ -134,9 +134,9 @@ def teacher_probs(logits, center, temperature):
 def dino_loss(student, probs, temperature=0.1):
     """Student logits (V, B, K), teacher probabilities (2, B, K) -> mean cross-entropy, a scalar.
 
-    The mean is over the batch and the 2 (V - 1) pairs of different views. As each p sums to 1, the sum of
-    -<p_i, log s_v> over i is 2 logsumexp(s_v) - <s_v, sum of p>, minus the view's own pair. So nothing of
-    size pairs x B x K is kept for the backward pass."""
+    The mean is over the batch and the 2 (V - 1) pairs of different views. As each p sums to 1, the sum
+    of -<p_i, log softmax(s_v)> over both i is 2 logsumexp(s_v) - <s_v, p_0 + p_1>, from which a view's
+    pair with itself is taken. So nothing of size pairs x B x K is kept for the backward pass."""
     scaled = student.float() / temperature
     total, V = probs.sum(0), len(scaled)
     pairs = 2 * scaled.logsumexp(-1).sum(0) - (scaled * total).sum((0, 2))           # v = i included
@@ -150,12 +150,12 @@ def half_cosine(start, end, step, total):
 
 
 def teacher_temperature(epoch, start, end, warmup):
-    """T_t in an epoch, a whole number: `warmup` equally spaced values, start and end included; then end."""
+    """T_t in an epoch, a whole number: `warmup` equally spaced values from start to end; then end."""
     return end if epoch >= warmup else start + (end - start) * min(1.0, epoch / max(1, warmup - 1))
 
 
 def clip_each(parameters, limit):
-    """Scale each gradient down to norm `limit` by itself, 0 is off; returns the norm of all before that."""
+    """Scale each gradient down to norm `limit` by itself (0: off). Returns the norm of all before."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(grads))
     if limit:
@@ -163,13 +163,11 @@ def clip_each(parameters, limit):
     return norms.norm()
 
 
-# collapse: all images get the same output
-
 def output_sums(probs, features):
-    """Sums over teacher probabilities (2, B, K) and features (2, B, D) for `collapse_monitors`, a vector.
+    """Teacher probabilities (2, B, K), features (2, B, D) -> a vector for `collapse_monitors`.
 
-    Entropy (1), probabilities (K), normalised features (D), their squares (D), count (1). Sums of several
-    batches and ranks may be added."""
+    Sums of entropy (1), probabilities (K), normalised features (D) and their squares (D), count (1).
+    Vectors of several batches and ranks may be added."""
     unit = F.normalize(features.float().flatten(0, 1), dim=1)
     count = torch.tensor([float(len(unit))], device=unit.device)
     return torch.cat([torch.special.entr(probs).sum()[None], probs.sum((0, 1)), unit.sum(0),
@@ -177,7 +175,7 @@ def output_sums(probs, features):
 
 
 def collapse_monitors(sums, out_dim):
-    """What tells of collapse, from `output_sums`, entropies in nats:
+    """What tells of collapse (all images get the same output), from `output_sums`; entropies in nats:
 
     teacher_entropy   mean of H(p): 0 is one-hot, ln K uniform
     information       H(mean p) - mean H(p), what the output says about the image: 0 in any collapse
@@ -191,14 +189,14 @@ def collapse_monitors(sums, out_dim):
 
 
 def collapse_verdict(record, out_dim):
-    """A sentence if the teacher's output tells less than .01 nats about the image, else None."""
+    """A line for a person if the teacher's output says less than .01 nats about the image, else ""."""
     if record["information"] > 0.01:
-        return None
-    most = math.log(out_dim)
-    how = "uniform" if record["teacher_entropy"] > 0.9 * most else "the same for every image"
-    return (f"collapse: the teacher's output is {how} (entropy {record['teacher_entropy']:.2f} of ln K = "
-            f"{most:.2f}, {record['information']:.4f} nats about the image, validation loss "
-            f"{record['val_loss']:.2f}): lower --lr or --ema, raise --warmup, or --set teacher_temp")
+        return ""
+    entropy, most = record["teacher_entropy"], math.log(out_dim)
+    how = "uniform" if entropy > 0.9 * most else "the same for every image"
+    return (f"\ncollapse: the teacher's output is {how} (entropy {entropy:.2f} of ln K = {most:.2f}, "
+            f"{record['information']:.4f} nats about the image, validation loss {record['val_loss']:.2f}): "
+            "lower --lr or --ema, raise --warmup, or change teacher_temp")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,7 +204,11 @@ def collapse_verdict(record, out_dim):
 
 @torch.no_grad()
 def evaluate(student, teacher, images, views, temperature, args, run):
-    """(loss, `collapse_monitors`) on the validation set, strided over ranks, the same views each time."""
+    """{val_loss, shared_information, `collapse_monitors`}: the validation set, with the same views each time.
+
+    shared_information, nats: H(mean p_t) - loss, a lower bound on what the student's output on one view
+    says about the teacher's on another: 0 or less where nothing is learned and in a collapse. So unlike
+    the loss it can choose a learning rate without labels."""
     student.eval()
     sums = 0.0
     for crops, _ in data.eval_batches(images.val, views, args.micro_batch, run.rank, run.size,
@@ -220,29 +222,26 @@ def evaluate(student, teacher, images, views, temperature, args, run):
         sums = sums + torch.cat([loss[None], output_sums(probs, features)])
     student.train()
     loss, *sums = runtime.all_sum([sums], run.world)[0]
-    return loss / len(images.val), collapse_monitors(torch.tensor(sums, dtype=torch.float64), args.out_dim)
+    loss, seen = loss / len(images.val), collapse_monitors(torch.tensor(sums).double(), args.out_dim)
+    return dict(val_loss=loss, shared_information=seen["information"] + seen["teacher_entropy"] - loss, **seen)
 
 
 @torch.no_grad()
 def pooled_layers(net, part, transform, args, run):
-    """(features (1 + L, n, D), labels (n,)) of a set's images, in its order, on the CPU of every rank.
+    """Features (1 + L, n, D) of all images of a set: by layer, the embedding first, what the head reads.
 
-    A layer's feature is what the head gets: the class token or the mean of the patches. The first layer
-    is the embedding."""
-    features, labels = [], []
-    for x, y in data.eval_batches(part, transform, args.micro_batch, run.rank, run.size, args.workers):
-        x, = run.to_device(x)
-        rows = [t[:, 0] if args.pool == "token" else t[:, 1:].mean(1) for t in net.layers(x)]
-        features.append(torch.stack(rows).cpu())
-        labels.append(y)
-    shares = [(torch.cat(features, 1), torch.cat(labels))]
+    That is the class token, or the mean of the patch tokens."""
+    mine = []
+    for x, _ in data.eval_batches(part, transform, args.micro_batch, run.rank, run.size, args.workers):
+        tokens_by_layer = net.layers(x.to(run.device))
+        mine.append(torch.stack([tokens[:, 0] if args.pool == "token" else tokens[:, 1:].mean(1)
+                                 for tokens in tokens_by_layer]))
+    mine = torch.cat(mine, 1)
+    whole = mine.new_zeros(len(mine), len(part), mine.shape[2])
+    whole[:, run.rank::run.size] = mine
     if run.size > 1:
-        mine, shares = shares[0], [None] * run.size
-        torch.distributed.all_gather_object(shares, mine)
-    index = [torch.arange(rank, len(part), run.size) for rank in range(run.size)]     # whose is whose
-    features, labels = torch.cat([f for f, _ in shares], 1), torch.cat([y for _, y in shares])
-    order = torch.cat(index).argsort()
-    return features[:, order], labels[order]
+        torch.distributed.all_reduce(whole)                      # the other ranks' images are zeros here
+    return whole.cpu()
 
 
 def knn_top1(bank, bank_labels, queries, labels, k=20, temperature=0.07):
@@ -257,55 +256,43 @@ def knn_top1(bank, bank_labels, queries, labels, k=20, temperature=0.07):
     return 100 * (hits / len(queries))
 
 
-def spectrum_entropy(x):
-    """Paper 3's effective rank of features (n, D), nats: the entropy of singular values that sum to 1."""
-    values = torch.linalg.svdvals(x.double())
-    return torch.special.entr(values / values.sum()).sum().item()
-
-
 @torch.no_grad()
 def layer_figures(net, images, transform, args, run):
-    """For the log, lists over the layers: k-NN, effective rank, cosine between the tokens of an image."""
+    """For the log, lists over the layers: k-NN in %, effective rank in nats, cosine between tokens.
+
+    Paper 3's effective rank is the entropy of the singular values, divided by their sum."""
     bank = torch.linspace(0, len(images.train) - 1, min(args.knn_images, len(images.train))).long()
-    train, train_labels = pooled_layers(net, images.train.take(bank), transform, args, run)
-    val, labels = pooled_layers(net, images.val, transform, args, run)
-    knn = [knn_top1(a, train_labels, b, labels) for a, b in zip(train, val)]
+    bank = images.train.take(bank)
+    train, val = (pooled_layers(net, part, transform, args, run) for part in (bank, images.val))
+    knn = [knn_top1(a, bank.labels, b, images.val.labels) for a, b in zip(train, val)]
+    spectra = [torch.linalg.svdvals(x.double()) for x in val]
+    ranks = [torch.special.entr(s / s.sum()).sum().item() for s in spectra]
     few = torch.linspace(0, len(images.val) - 1, min(64, len(images.val))).long().tolist()
     x = torch.stack([transform(images.val[i][0]) for i in few]).to(run.device)
-    return dict(val_knn=knn, val_knn_best=max(knn), effective_rank=[spectrum_entropy(x) for x in val],
+    return dict(val_knn=knn, val_knn_best=max(knn), effective_rank=ranks,
                 token_cosine=[init.token_cosine(tokens).item() for tokens in net.layers(x)])
 
 
 @torch.no_grad()
-def save_pca(net, images, args, run, count=6):
-    """out/pca.png: validation images and the principal components of their patches at four layers.
+def save_pca(net, images, args, out, count=6):
+    """out/pca.png: a row per validation image, enlarged; then its patches at four layers as colours.
 
-    Images are enlarged to 16 x 16 patches or more. The first three components of an image's patches, each
-    from its 1st to its 99th percentile, are red, green and blue."""
+    The patches' first three principal components, each from its 1st to its 99th percentile, are red,
+    green and blue. The layers are a quarter, a half, three quarters and all of the depth."""
     side = max(2 * args.img_size, 16 * args.patch_size)
     index = torch.linspace(0, len(images.val) - 1, min(count, len(images.val))).round().long().tolist()
     pixels = [v2.functional.resize(images.val[i][0], [side, side], **data.BICUBIC) for i in index]
-    x = torch.stack([v2.Compose(data.normalise(images))(image) for image in pixels]).to(run.device)
-    layers = sorted({math.ceil(args.depth * i / 4) for i in (1, 2, 3, 4)})
+    x = torch.stack([v2.Compose(data.normalise(images))(image) for image in pixels])
     columns = [torch.stack(pixels).expand(-1, 3, -1, -1) / 255]
-    for tokens in patch_tokens(net, x, layers):
+    layers = [math.ceil(args.depth * i / 4) for i in (1, 2, 3, 4)]
+    for tokens in patch_tokens(net, x.to(net.pos_embed.device), layers):
         tokens = tokens.cpu().double()
         maps = torch.linalg.svd(tokens - tokens.mean(1, keepdim=True), full_matrices=False).U[..., :3]
         maps = maps * maps.pow(3).sum(1, keepdim=True).sign()    # what is rare is bright
-        low, high = maps.quantile(torch.tensor([0.01, 0.99]).double(), dim=1, keepdim=True)
-        maps = ((maps - low) / (high - low)).clamp(0, 1).float().mT.unflatten(2, (side // args.patch_size,) * 2)
-        columns.append(F.interpolate(maps, side))
-    sheet = make_grid(torch.stack(columns, 1).flatten(0, 1), nrow=len(columns), padding=4, pad_value=1)
-    plt = runtime.pyplot()
-    figure, axis = plt.subplots(figsize=(1.5 * len(columns), 1.5 * len(index) + 0.3), constrained_layout=True)
-    axis.imshow(sheet.permute(1, 2, 0), interpolation="nearest")
-    axis.set_xticks([(i + 0.5) * (side + 4) for i in range(len(columns))],
-                    ["image", *(f"layer {layer}" for layer in layers)])
-    axis.set_yticks([])
-    axis.tick_params(length=0, labeltop=True, labelbottom=False)
-    axis.set_frame_on(False)
-    figure.savefig(Path(args.out) / "pca.png", dpi=120)
-    plt.close(figure)
+        low, high = maps.quantile(maps.new_tensor([0.01, 0.99]), dim=1, keepdim=True)
+        maps = ((maps - low) / (high - low)).clamp(0, 1).mT.unflatten(2, (side // args.patch_size, -1))
+        columns.append(F.interpolate(maps.float(), side))
+    save_image(torch.stack(columns, 1).flatten(0, 1), Path(out, "pca.png"), nrow=5, padding=4, pad_value=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,7 +322,8 @@ def main(argv=None):
     step = run.begin(facts, steps, raw, teacher, optimizer)
     run.banner(data.describe(images), f"backbone {runtime.millions(raw.backbone)}, head "
                f"{runtime.millions(raw.head)}, {args.shortcut}, init {args.init} {constants or ''}",
-               f"2 + {args.local_crops} views; {steps} steps, {per_epoch} per epoch", optim.describe(optimizer))
+               f"2 + {args.local_crops} views; {steps} steps, {per_epoch} per epoch",
+               optim.describe(optimizer))
     model = run.wrap(raw)
     batches = data.train_batches(images.train, views, args.batch_size, args.seed, step, steps, run.rank,
                                  run.size, run.micro_steps, args.workers)
@@ -345,27 +333,19 @@ def main(argv=None):
                                    args.teacher_temp_warmup)
 
     def look(step, lr):
-        """shared_information, nats: H(mean p_t) - loss, a lower bound on what the student's output on one
-        view says about the teacher's on another: 0 or less where nothing is learned and in a collapse. So
-        unlike the loss it can choose a learning rate without labels."""
-        val_loss, seen = evaluate(raw, teacher, images, views, temperature_at(step - 1), args, run)
-        runtime.check_val(val_loss, step, lr)
-        shared = seen["information"] + seen["teacher_entropy"] - val_loss
-        record = dict(step=step, val_loss=val_loss, shared_information=shared, **seen)
-        line = f"step {step:6d}  val loss {val_loss:.4f}  teacher entropy {seen['teacher_entropy']:.2f}"
-        line += f"  information {seen['information']:.2f}, shared {shared:.2f}"
-        line += f"  feature std {seen['feature_std']:.2f}"
+        record = evaluate(raw, teacher, images, views, temperature_at(step - 1), args, run)
+        runtime.check_val(record["val_loss"], step, lr)
+        line = f"step {step:6d}" + "".join(f"  {k.replace('_', ' ')} {v:.3f}" for k, v in record.items())
         if knn_every and (step % knn_every == 0 or step == steps):
             record.update(layer_figures(teacher.backbone, images, eval_tf, args, run))
             knn, best = record["val_knn"], record["val_knn_best"]
             line += f"  k-NN best {best:.1f} % (layer {knn.index(best)} of {args.depth})"
             line += f", last {knn[-1]:.1f} %"
             if run.main:
-                save_pca(teacher.backbone, images, args, run)
-        sentence = collapse_verdict(record, args.out_dim)
-        run.log(line + f"\n{sentence}" * bool(sentence), **record)
+                save_pca(teacher.backbone, images, args, args.out)
+        run.log(line + collapse_verdict(record, args.out_dim), step=step, **record)
 
-    if run.owes_look(step, eval_every):
+    if run.owes_look(step, eval_every) or (knn_every and run.owes_look(step, knn_every)):
         look(step, args.lr)
     while step < steps:
         lr = runtime.lr_at(step, steps, warmup, args.lr, args.min_lr)
@@ -401,12 +381,13 @@ def main(argv=None):
         step += 1
 
         log_now, save_now, eval_now = run.due(step, save_every, eval_every)
-        knn_now = knn_every and step % knn_every == 0
-        if log_now or knn_now:
+        if knn_every and step % knn_every == 0:
+            log_now = save_now = eval_now = True
+        if log_now:
             run.log_training(step, lr, args.batch_size, "images", epoch=step / per_epoch)
         if save_now:
             run.save(step, raw, teacher, optimizer)
-        if eval_now or knn_now:
+        if eval_now:
             look(step, lr)
 
     title = f"DINO-{args.size}, {args.shortcut}, init {args.init}, {args.opt}"

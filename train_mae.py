@@ -116,7 +116,7 @@ def get_args(argv=None):
 
     vars(args).pop("plain", None)
     if args.data is None:
-        raise BadInput(f"--preset {args.preset} needs --data: a folder with train/<class>/, val/<class>/")
+        raise BadInput(f"--preset {args.preset} needs --data: train/<class>/, val/<class>/")
     args.depth = args.depth or SIZES[args.size]["depth"]
     if args.alpha_eff:
         args.alpha_min = alpha_min_for(args.alpha_eff, args.depth)
@@ -174,22 +174,17 @@ def evaluate(model, images, transform, noise, args, run):
 
 @torch.no_grad()
 def pooled_layers(model, part, transform, args, run):
-    """(features (1 + L, n, D), labels (n,)) of a set's images, in its order, on the CPU of every rank.
-
-    A layer's feature is the mean of all its tokens; the first layer is the embedding."""
-    features, labels = [], []
-    for x, y in data.eval_batches(part, transform, args.micro_batch, run.rank, run.size, args.workers):
-        x, = run.to_device(x)
-        features.append(torch.stack([tokens.float().mean(1) for tokens in model.layers(x)]).cpu())
-        labels.append(y)
-    shares = [(torch.cat(features, 1), torch.cat(labels))]
+    """Features (1 + L, n, D) of all images of a set: by layer, the embedding first, the mean token."""
+    mine = []
+    for x, _ in data.eval_batches(part, transform, args.micro_batch, run.rank, run.size, args.workers):
+        tokens_by_layer = model.layers(x.to(run.device))
+        mine.append(torch.stack([tokens.float().mean(1) for tokens in tokens_by_layer]))
+    mine = torch.cat(mine, 1)
+    whole = mine.new_zeros(len(mine), len(part), mine.shape[2])
+    whole[:, run.rank::run.size] = mine
     if run.size > 1:
-        mine, shares = shares[0], [None] * run.size
-        torch.distributed.all_gather_object(shares, mine)
-    index = [torch.arange(rank, len(part), run.size) for rank in range(run.size)]     # whose is whose
-    features, labels = torch.cat([f for f, _ in shares], 1), torch.cat([y for _, y in shares])
-    order = torch.cat(index).argsort()
-    return features[:, order], labels[order]
+        torch.distributed.all_reduce(whole)                      # the other ranks' images are zeros here
+    return whole.cpu()
 
 
 def knn_top1(bank, bank_labels, queries, labels, k=20, temperature=0.07):
@@ -204,19 +199,17 @@ def knn_top1(bank, bank_labels, queries, labels, k=20, temperature=0.07):
     return 100 * (hits / len(queries))
 
 
-def spectrum_entropy(x):
-    """Paper 3's effective rank of features (n, D), nats: the entropy of singular values that sum to 1."""
-    values = torch.linalg.svdvals(x.double())
-    return torch.special.entr(values / values.sum()).sum().item()
-
-
 def layer_figures(model, images, transform, args, run):
-    """For the log, lists over the layers: k-NN, effective rank and mean norm of validation features."""
+    """For the log, lists over the layers: k-NN in %, effective rank in nats, mean norm of features.
+
+    Paper 3's effective rank is the entropy of the singular values, divided by their sum."""
     bank = torch.linspace(0, len(images.train) - 1, min(args.knn_images, len(images.train))).long()
-    train, train_labels = pooled_layers(model, images.train.take(bank), transform, args, run)
-    val, labels = pooled_layers(model, images.val, transform, args, run)
-    knn = [knn_top1(a, train_labels, b, labels) for a, b in zip(train, val)]
-    return dict(val_knn=knn, val_knn_best=max(knn), effective_rank=[spectrum_entropy(x) for x in val],
+    bank = images.train.take(bank)
+    train, val = (pooled_layers(model, part, transform, args, run) for part in (bank, images.val))
+    knn = [knn_top1(a, bank.labels, b, images.val.labels) for a, b in zip(train, val)]
+    spectra = [torch.linalg.svdvals(x.double()) for x in val]
+    ranks = [torch.special.entr(s / s.sum()).sum().item() for s in spectra]
+    return dict(val_knn=knn, val_knn_best=max(knn), effective_rank=ranks,
                 feature_norm=[x.norm(dim=1).mean().item() for x in val])
 
 
@@ -266,7 +259,8 @@ def main(argv=None):
     facts = dict(data.facts(images), model=options, alphas=alphas, constants=constants)
     step = run.begin(facts, steps, raw, ema, optimizer)
     weights = f"{args.shortcut}, alpha_min {args.alpha_min:.3g}, alpha_eff {raw.alpha_eff:.2g}"
-    run.banner(data.describe(images), f"{runtime.millions(raw)}, {weights}, init {args.init} {constants or ''}",
+    start = f"init {args.init} {constants or ''}"
+    run.banner(data.describe(images), f"{runtime.millions(raw)}, {weights}, {start}",
                f"{steps} steps, {per_epoch} per epoch", optim.describe(optimizer))
     model = run.wrap(raw)
     batches = data.train_batches(images.train, train_tf, args.batch_size, args.seed, step, steps,
@@ -288,7 +282,7 @@ def main(argv=None):
         if run.main:
             save_reconstructions(net, images, eval_tf, val_noise, args, run)
 
-    if run.owes_look(step, eval_every):
+    if run.owes_look(step, eval_every) or (knn_every and run.owes_look(step, knn_every)):
         look(step, args.lr)
     while step < steps:
         lr = runtime.lr_at(step, steps, warmup, args.lr)
@@ -314,19 +308,18 @@ def main(argv=None):
         step += 1
 
         log_now, save_now, eval_now = run.due(step, save_every, eval_every)
-        knn_now = knn_every and step % knn_every == 0
-        if log_now or knn_now:
+        if knn_every and step % knn_every == 0:
+            log_now = save_now = eval_now = True
+        if log_now:
             run.log_training(step, lr, args.batch_size, "images", epoch=step / per_epoch)
         if save_now:
             run.save(step, raw, ema, optimizer)
-        if eval_now or knn_now:
+        if eval_now:
             look(step, lr)
 
-    title, files = f"MAE-{args.size}, {args.shortcut}, init {args.init}, {args.opt}", ["reconstructions.png"]
-    if knn_every:
-        run.finish(title, "val_knn_best", "k-NN of the best layer, %", files=files)
-    else:
-        run.finish(title, "val_loss", "validation loss", digits=3, files=files)
+    metric, label = ("val_knn_best", "k-NN of the best layer, %") if knn_every else ("val_loss", "loss")
+    run.finish(f"MAE-{args.size}, {args.shortcut}, {args.alphas}, init {args.init}, {args.opt}", metric,
+               label, digits=1 if knn_every else 3, files=["reconstructions.png"])
     run.say(f"best val loss {run.best():.4f}")
     run.say(f"val loss {run.last('val_loss'):.4f}")
 
