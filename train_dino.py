@@ -1,6 +1,6 @@
 """Self-distillation without labels, DINO (Caron et al. 2021), with and without shortcuts (paper 1).
 
-    loss    =  mean over pairs of views (i, v), i global, v any other, of  -sum_k p_t(x_i)_k log p_s(x_v)_k
+    loss    =  mean over views i, global, and v, any other, of  -sum_k p_t(x_i)_k log p_s(x_v)_k
     p_t     =  softmax((t - center) / T_t),  p_s = softmax(s / T_s),  t, s: logits of teacher and student
     teacher <- m teacher + (1 - m) student,  center <- .9 center + .1 mean(t)
 
@@ -16,7 +16,6 @@ The paper's ViT-S/16 on ImageNet-1k, DINO's 300-epoch recipe, (alpha, beta, c) =
         --opt soap --micro-batch 64
 """
 import math
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -149,8 +148,9 @@ def half_cosine(start, end, step, total):
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * step / total))
 
 
-def teacher_temperature(epoch, start, end, warmup):
-    """T_t in an epoch, a whole number: `warmup` equally spaced values from start to end; then end."""
+def teacher_temperature(epoch, args):
+    """T_t in an epoch, a whole number: teacher_temp, after a warm-up of equal steps, one an epoch."""
+    start, end, warmup = args.teacher_temp_start, args.teacher_temp, args.teacher_temp_warmup
     return end if epoch >= warmup else start + (end - start) * min(1.0, epoch / max(1, warmup - 1))
 
 
@@ -175,28 +175,17 @@ def output_sums(probs, features):
 
 
 def collapse_monitors(sums, out_dim):
-    """What tells of collapse (all images get the same output), from `output_sums`; entropies in nats:
+    """What tells that all images get the same output, from `output_sums` in float64; entropies in nats:
 
     teacher_entropy   mean of H(p): 0 is one-hot, ln K uniform
     information       H(mean p) - mean H(p), what the output says about the image: 0 in any collapse
     feature_std       std of the L2-normalised features times sqrt(D): 1 if isotropic, 0 for a point"""
     width = (len(sums) - 2 - out_dim) // 2
-    entropy, probs, first, second, count = sums.double().split([1, out_dim, width, width, 1])
+    entropy, probs, first, second, count = sums.split([1, out_dim, width, width, 1])
     mean = torch.special.entr(probs / count).sum()
     variance = (second / count - (first / count).square()).clamp(min=0)
     return dict(teacher_entropy=float(entropy / count), information=float(mean - entropy / count),
                 feature_std=float((variance.mean() * width).sqrt()))
-
-
-def collapse_verdict(record, out_dim):
-    """A line for a person if the teacher's output says less than .01 nats about the image, else ""."""
-    if record["information"] > 0.01:
-        return ""
-    entropy, most = record["teacher_entropy"], math.log(out_dim)
-    how = "uniform" if entropy > 0.9 * most else "the same for every image"
-    return (f"\ncollapse: the teacher's output is {how} (entropy {entropy:.2f} of ln K = {most:.2f}, "
-            f"{record['information']:.4f} nats about the image, validation loss {record['val_loss']:.2f}): "
-            "lower --lr or --ema, raise --warmup, or change teacher_temp")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,11 +193,11 @@ def collapse_verdict(record, out_dim):
 
 @torch.no_grad()
 def evaluate(student, teacher, images, views, temperature, args, run):
-    """{val_loss, shared_information, `collapse_monitors`}: the validation set, with the same views each time.
+    """The log's record of the validation set, strided over ranks, with the same views each time.
 
-    shared_information, nats: H(mean p_t) - loss, a lower bound on what the student's output on one view
-    says about the teacher's on another: 0 or less where nothing is learned and in a collapse. So unlike
-    the loss it can choose a learning rate without labels."""
+    Beside val_loss and `collapse_monitors`: shared_information, nats, H(mean p_t) - loss, a lower bound
+    on what the student's output on one view says about the teacher's on another. It is 0 or less where
+    nothing is learned and in a collapse; so it can choose a learning rate without labels."""
     student.eval()
     sums = 0.0
     for crops, _ in data.eval_batches(images.val, views, args.micro_batch, run.rank, run.size,
@@ -222,8 +211,10 @@ def evaluate(student, teacher, images, views, temperature, args, run):
         sums = sums + torch.cat([loss[None], output_sums(probs, features)])
     student.train()
     loss, *sums = runtime.all_sum([sums], run.world)[0]
-    loss, seen = loss / len(images.val), collapse_monitors(torch.tensor(sums).double(), args.out_dim)
-    return dict(val_loss=loss, shared_information=seen["information"] + seen["teacher_entropy"] - loss, **seen)
+    seen = collapse_monitors(torch.tensor(sums, dtype=torch.float64), args.out_dim)
+    loss = loss / len(images.val)
+    shared = seen["information"] + seen["teacher_entropy"] - loss
+    return dict(val_loss=loss, shared_information=shared, **seen)
 
 
 @torch.no_grad()
@@ -292,7 +283,7 @@ def save_pca(net, images, args, out, count=6):
         low, high = maps.quantile(maps.new_tensor([0.01, 0.99]), dim=1, keepdim=True)
         maps = ((maps - low) / (high - low)).clamp(0, 1).mT.unflatten(2, (side // args.patch_size, -1))
         columns.append(F.interpolate(maps.float(), side))
-    save_image(torch.stack(columns, 1).flatten(0, 1), Path(out, "pca.png"), nrow=5, padding=4, pad_value=1)
+    save_image(torch.stack(columns, 1).flatten(0, 1), f"{out}/pca.png", nrow=5, padding=4, pad_value=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,12 +319,9 @@ def main(argv=None):
     batches = data.train_batches(images.train, views, args.batch_size, args.seed, step, steps, run.rank,
                                  run.size, run.micro_steps, args.workers)
 
-    def temperature_at(step):
-        return teacher_temperature(step // per_epoch, args.teacher_temp_start, args.teacher_temp,
-                                   args.teacher_temp_warmup)
-
     def look(step, lr):
-        record = evaluate(raw, teacher, images, views, temperature_at(step - 1), args, run)
+        temperature = teacher_temperature((step - 1) // per_epoch, args)
+        record = evaluate(raw, teacher, images, views, temperature, args, run)
         runtime.check_val(record["val_loss"], step, lr)
         line = f"step {step:6d}" + "".join(f"  {k.replace('_', ' ')} {v:.3f}" for k, v in record.items())
         if knn_every and (step % knn_every == 0 or step == steps):
@@ -343,7 +331,10 @@ def main(argv=None):
             line += f", last {knn[-1]:.1f} %"
             if run.main:
                 save_pca(teacher.backbone, images, args, args.out)
-        run.log(line + collapse_verdict(record, args.out_dim), step=step, **record)
+        if record["information"] < 0.01:
+            line += "\ncollapse: the teacher's output says nothing about the image: lower --lr, --ema, "
+            line += "raise --warmup, or change teacher_temp"
+        run.log(line, step=step, **record)
 
     if run.owes_look(step, eval_every) or (knn_every and run.owes_look(step, knn_every)):
         look(step, args.lr)
@@ -353,6 +344,7 @@ def main(argv=None):
             group["lr"] = lr * group["lr_scale"]
         for group in decaying:
             group["weight_decay"] = half_cosine(args.weight_decay, args.weight_decay_end, step, steps)
+        temperature = teacher_temperature(step // per_epoch, args)
         loss, seen = 0.0, 0.0
         for micro in range(run.micro_steps):
             crops = run.to_device(*next(batches)[0])
@@ -363,7 +355,7 @@ def main(argv=None):
                     with torch.no_grad():
                         target, _ = teacher(crops[:2])
                     logits, _ = model(crops)
-                probs = teacher_probs(target, teacher.center, temperature_at(step))
+                probs = teacher_probs(target, teacher.center, temperature)
                 part = dino_loss(logits, probs, args.student_temp) * share
                 part.backward()
             loss, seen = loss + part.detach(), seen + target.float().mean((0, 1)) * share
