@@ -107,7 +107,7 @@ def get_args(argv=None):
 
 
 def load_data(args):
-    """(images, are they latents?). Pixels will be scaled to [-1, 1], latents stay as they are."""
+    """(images, are they latents?). Pixels are scaled to [-1, 1], latents stay as they are."""
     images = data.load_images(args.data, args.holdout, args.seed, args.bad_images)
     latents = isinstance(images.train, data.Latents)
     if not latents:
@@ -115,8 +115,8 @@ def load_data(args):
         images = dataclasses.replace(images, mean=half, std=half)
     args.img_size = images.size if latents else args.img_size or images.size
     if args.img_size is None:
-        raise BadInput(f"--data {args.data} holds images of any size: pass --img-size, or turn them into "
-                       "latents with python -m tools.encode_latents")
+        raise BadInput(f"--data {args.data} holds images of any size: pass --img-size, or turn them "
+                       "into latents with python -m tools.encode_latents")
     args.flip = args.flip and images.flip
     return images, latents
 
