@@ -1,23 +1,24 @@
 """What is not about the experiment: flags, processes, devices, schedule, checkpoint, log.
 
 A train script writes its own loop. Around it stands a `Run`:
-
-    run = open_run(args, "vit")                        processes, device, dtype, the checkpoint in --out
-    step = run.begin(facts, steps, raw, ema, opt)      resume, folder, log
-    run.banner(...)                                    what a person should know before the start
-    model = run.wrap(raw)                              torch.compile, DistributedDataParallel
-    run.observe(...)  run.log(...)  run.save(...)      inside the loop
-    run.finish(...)                                    curve.png and the last lines
+    run = open_run(args, "vit")                      processes, device, dtype, the checkpoint in --out
+    step = run.begin(facts, steps, raw, ema, opt)    resume, folder, log
+    run.banner(...)                                  what a person should know before the start
+    model = run.wrap(raw)                            torch.compile, DistributedDataParallel
+    run.share, observe, due, log_training, save      inside the loop
+    run.finish(...)                                  curve.png, and what the folder holds
 """
 import argparse
-import ast
 import contextlib
+import datetime
 import difflib
+import errno
 import hashlib
 import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from tqdm import tqdm
 
 
 class BadInput(ValueError):
-    """A fault of the input, not of the program: one sentence that names the file or flag and the remedy."""
+    """A fault of the input, not of the program: a sentence that names file or flag, and the remedy."""
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def user_errors():
         raise BadInput(str(error)) from error
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # flags
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -55,45 +56,50 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that answers a wrong flag with one sentence and exit code 2."""
+    """argparse that answers a wrong flag with one sentence and exit code 2. entries: those of --set."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, entries=(), **kwargs):
         super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **kwargs)
+        self.entries = entries
 
     def error(self, message):
-        known = [option for action in self._actions for option in action.option_strings]
-        unknown = message.rpartition("unrecognized arguments: ")[2].split()
-        near = difflib.get_close_matches(unknown[0], known, n=1) if "unrecognized" in message else ()
-        self.exit(2, f"error: {message}{f'; did you mean {near[0]}?' if near else ''}; see --help\n")
+        known = {f"--{key.replace('_', '-')}": f"--set {key}=..." for key in self.entries}
+        known |= {option: option for option in self._option_string_actions}
+        wrong = message.rpartition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        near = difflib.get_close_matches(wrong, known, n=1)
+        hint = f"; did you mean {known[near[0]]}?" if near else ""
+        self.exit(2, f"error: {message}{hint}; see --help\n")
 
 
 def number(kind, low=-math.inf, high=math.inf, above=-math.inf, below=math.inf):
     """An argparse type: a finite int or float with low <= value <= high and above < value < below."""
     def parse(text):
         value = kind(text)
-        finite_ = abs(value) < math.inf                          # false for NaN; an int may exceed any float
-        if not (finite_ and low <= value <= high and above < value < below):
-            bounds = [("above", above, -math.inf), ("at least", low, -math.inf),
-                      ("below", below, math.inf), ("at most", high, math.inf)]
-            words = [f"{word} {bound:g}" for word, bound, none in bounds if bound != none]
-            raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(words) or 'finite'}")
-        return value
-    parse.__name__ = kind.__name__           # argparse names the type in "invalid int value: 'x'"
+        if abs(value) < math.inf and low <= value <= high and above < value < below:     # NaN is not
+            return value
+        bounds = [("above", above), ("at least", low), ("below", below), ("at most", high)]
+        words = [f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound)]
+        raise argparse.ArgumentTypeError(f"{text} must be {' and '.join(words) or 'finite'}")
+    parse.__name__ = kind.__name__                   # argparse names the type: "invalid int value: 'x'"
     return parse
 
 
-# Entries of every preset. No flag has their name; `--set key=value` reaches them, as all of a preset's.
+# Entries of every preset that no flag has; `--set key=value` reaches them, as it does all of a preset's.
 RARE = dict(
-    betas={},                       # momenta, by optimizer; one pair for all: --set betas=0.9,0.95
+    betas={},                       # momenta, by optimizer; --set betas=0.9,0.95 for the one that runs
     precondition_frequency=10,      # updates between two refreshes of the eigenbases (soap, kl-shampoo)
     init_factor=None,               # eigenvalues that KL-Shampoo starts from; None: its own
     stagger=False,                  # spread the refreshes over the updates between them
     bf16_factors=False,             # factors and bases in bfloat16: half the memory
     workers=0,                      # data loading processes per rank
     log_every=20,                   # steps between lines of the log
+    save_best=False,                # keep the best evaluation's checkpoint as best.pt
+    keep_every=0,                   # keep the checkpoint of every N-th step as ckpt-N.pt; 0 is off
 )
+# Entries that some optimizers read, and entries that some kinds of --init read.
 MATRIX_ENTRIES = {"soap": ("precondition_frequency", "stagger", "bf16_factors"),
                   "kl-shampoo": ("precondition_frequency", "stagger", "bf16_factors", "init_factor")}
+INIT_ENTRIES = ("alpha", "beta", "c", "cancel_mean", "alpha_qk", "alpha_vo", "alpha_u", "alpha_d")
 
 
 def train_parser(doc, presets, argv):
@@ -104,7 +110,7 @@ def train_parser(doc, presets, argv):
     first.add_argument("--preset", choices=list(presets), default=next(iter(presets)),
                        help="a dict of defaults at the top of this file")
     preset = RARE | presets[first.parse_known_args(argv)[0].preset]
-    parser = Parser(description=doc, parents=[first])
+    parser = Parser(entries=preset, description=doc, parents=[first])
     parser.add_argument("--set", nargs="+", action="extend", metavar="KEY=VALUE",
                         help="change any entry of the preset's dict")
     return parser, preset
@@ -117,6 +123,13 @@ def add_shortcut_flags(add, shortcuts, default="residual"):
     add("--skipless", dest="shortcut", action="store_const", const="skipless",
         default=argparse.SUPPRESS, help="same as --shortcut skipless")
     add("--alpha-min", type=number(float, low=0, high=1), help="weight of the last shortcut, if decayed")
+
+
+def last_weight(args, default=0.6):
+    """The last shortcut's weight: 1 unless they decay, then --alpha-min; `default` without that."""
+    if args.shortcut != "decayed":
+        return 1.0
+    return default if args.alpha_min is None else args.alpha_min
 
 
 def add_optimizer_flags(parser, optimizers, unit="epochs"):
@@ -148,93 +161,90 @@ def add_run_flags(parser, never="once per epoch"):
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"],
         help="of the forward pass; weights and optimizer stay float32")
     add("--compile", action="store_true", help="torch.compile the training step's model")
-    add("--threads", type=number(int, low=0), default=0, help="CPU threads per process; 0: torch's choice")
+    add("--threads", type=number(int, low=0), default=0, help="CPU threads a process; 0: torch's choice")
     add("--out", help="folder for checkpoint, logs and pictures; else named after the run, under out/")
     add("--resume", action="store_true", default=True, help=argparse.SUPPRESS)      # the default, aloud
     add("--fresh", dest="resume", action="store_false", default=argparse.SUPPRESS,
         help="start over, whatever --out holds")
     add("--allow-change", action="store_true",
         help="resume with another lr, length or augmentation than the run began with")
-    add("--eval-every", type=number(int, low=0), default=0, help=f"steps between looks; 0: {never}")
-    add("--save-every", type=number(int, low=0), default=0, help=f"steps between checkpoints; 0: {never}")
+    add("--eval-every", type=number(int, low=0), default=0,
+        help=f"steps between evaluations, each after a checkpoint; 0: {never}")
+    add("--save-every", type=number(int, low=0), default=0,
+        help=f"steps between checkpoints; 0: {never}")
     add("--wandb", metavar="PROJECT", help="also log to this Weights & Biases project")
 
 
 def read_flags(parser, preset, argv, kind, lead=()):
-    """(args, given): a namespace of all flags and all entries of the preset, and the names that were given.
+    """(args, given): a namespace of all flags and all entries of the preset; and the names given.
 
-    Flags win over --set, --set over the preset. Where --out is left out it becomes out/<kind>-..., named
-    after the flags in `lead` and all that was given. Raises BadInput for a --set that does not fit."""
-    flags = {action.dest for action in parser._actions}
-    parser.set_defaults(**{k: v for k, v in preset.items() if k in flags and not isinstance(v, dict)})
-    args, unset = parser.parse_args(argv), object()
-    bare = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
-    given = {k for k, v in vars(bare).items() if v is not unset} - {"set"}
-    chosen = read_settings(args.set or (), preset)
-    for key, value in {**preset, **chosen}.items():
-        if key not in flags or (key in chosen and key not in given):
-            setattr(args, key, value)
-    given |= chosen.keys()
-    if isinstance(args.betas, dict):
-        args.betas = args.betas.get(args.opt)
+    Flags win over --set, --set over the preset. Of an entry that is a dict by optimizer --opt's counts.
+    Where --out is left out it becomes out/<kind>-..., named after the flags in `lead` and all that was
+    given. Raises BadInput for a --set that does not fit."""
+    argv, unset = sys.argv[1:] if argv is None else list(argv), object()
+    options = {action.dest: action.option_strings[0] for action in reversed(parser._actions)}
+    parser.set_defaults(**{k: v for k, v in preset.items() if k in options and not isinstance(v, dict)})
+    texts = dict(split_setting(pair, preset) for pair in parser.parse_args(argv).set or ())
+    argv = [f"{options[key]}={text}" for key, text in texts.items() if key in options] + argv
+    args = parser.parse_args(argv)
+    bare = argparse.Namespace(**dict.fromkeys(vars(args), unset) | {"set": None})
+    given = {k for k, v in vars(parser.parse_args(argv, bare)).items() if v is not unset} - {"set"}
+    for key, value in preset.items():
+        if key not in options:
+            value = value.get(args.opt) if isinstance(value, dict) and key not in texts else value
+            setattr(args, key, read_value(key, texts[key], value) if key in texts else value)
     for key in set(MATRIX_ENTRIES["kl-shampoo"]) - set(MATRIX_ENTRIES.get(args.opt, ())):
-        delattr(args, key)                                       # args.json says what applies, no more
+        delattr(args, key)                           # args.json says what applies, no more
     del args.set
-    if args.out is None:
-        name = [kind, *(str(getattr(args, key)) for key in lead)]
-        args.out = f"out/{folder_name(name, {k: getattr(args, k) for k in sorted(given - set(lead))}, args.seed)}"
-    return args, given
+    args.out = args.out or f"out/{folder_name(args, given | texts.keys(), kind, lead)}"
+    return args, given | texts.keys()
 
 
-def read_settings(pairs, preset):
-    """{key: value} of texts "key=value", each of the type that the preset's entry has."""
-    found = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or key not in preset:
-            near = difflib.get_close_matches(key, preset, n=1) or sorted(preset)
-            raise BadInput(f"--set {pair}: write key=value, with a key of the preset: {', '.join(near)}")
-        found[key] = read_value(pair, text, preset[key])
-    return found
+def split_setting(pair, preset):
+    """(key, text) of "key=text". Raises BadInput where it has no = or the preset no such key."""
+    key, equals, text = pair.partition("=")
+    if not equals or key not in preset:
+        near = difflib.get_close_matches(key, preset, n=1) or sorted(preset)
+        raise BadInput(f"--set {pair}: write key=value, with a key of the preset: {', '.join(near)}")
+    return key, text
 
 
-def read_value(pair, text, default):
-    """`text` as a value like `default`: a number, a truth value, a text, or numbers with commas between."""
-    words = {"true": True, "false": False, "none": None}
-    if isinstance(default, str):
-        return text
+def read_value(key, text, default):
+    """`text` as a value like `default`: a number, true or false, a text, numbers with commas between."""
     try:
-        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text
-    if isinstance(default, float) and type(value) is int:
-        value = float(value)
-    value = list(value) if isinstance(value, tuple) else value
-    kind = list if isinstance(default, (tuple, list, dict)) else type(default)
-    numbers = value if isinstance(value, list) else [value]
-    if default is None or (value is None and kind is list):
-        return value
-    if type(value) is not kind or any(isinstance(v, float) and not math.isfinite(v) for v in numbers):
-        kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise BadInput(f"--set {pair}: the value must be {kinds.get(kind, 'numbers with commas between')}")
-    return value
+        if isinstance(default, bool):
+            return {"true": True, "false": False}[text.lower()]
+        if isinstance(default, (list, tuple, dict)):
+            return [number(type(default[0]) if default else float)(part) for part in text.split(",")]
+        if default is None:
+            return None if text.lower() == "none" else number(float)(text)
+        return text if isinstance(default, str) else number(type(default))(text)
+    except (KeyError, ValueError, argparse.ArgumentTypeError):
+        kinds = {bool: "true or false", int: "a whole number", float: "a number", type(None): "a number"}
+        words = kinds.get(type(default), "numbers with commas between")
+        raise BadInput(f"--set {key}={text}: it must be {words}") from None
 
 
-def folder_name(words, chosen, seed):
-    """A run's folder: all that was chosen and touches its course is in the name, so a sweep has one each."""
-    for key, value in chosen.items():
-        if key not in UNTOUCHED or key == "data":
-            shown = Path(value).name if isinstance(value, str) else json.dumps(value).replace(" ", "")
-            words = [*words, f"{key}{shown}"] if key != "seed" else words
-    text = "-".join(words)
-    text = text if len(text) < 120 else f"{text[:100]}-{mix_seed(text):08x}"
-    return f"{text}-seed{seed}"
+def folder_name(args, given, kind, lead):
+    """A run's folder: `lead` and all that was given and touches its course, so a sweep has one each.
+
+    Of a path it has the last part, of a checkpoint the run's folder."""
+    def shown(key):
+        value = getattr(args, key)
+        path = Path(",".join(map(str, value)) if isinstance(value, list) else str(value))
+        return path.resolve().parent.name if path.suffix == ".pt" else path.name
+    if getattr(args, "finetune", None):
+        kind, lead = f"{kind}-finetune", ("finetune", "opt")
+    more = [k for k in sorted(given - {*lead, "seed"}) if k not in UNTOUCHED or k == "data"]
+    name = "-".join([kind, *map(shown, lead), *(key + shown(key) for key in more)])
+    name = name if len(name) < 120 else f"{name[:100]}-{mix_seed(name):08x}"
+    return f"{name}-seed{args.seed}"
 
 
 def by_net(table, args):
-    """The preset's value for this shortcut and optimizer; kinds that the table does not list are residual.
+    """The preset's value for this shortcut and optimizer. A kind that it lacks counts as residual.
 
-    Raises BadInput where there is none, as for an optimizer that somebody has just added."""
+    Raises BadInput for an optimizer that it lacks."""
     row = table.get(args.shortcut, table["residual"])
     if args.opt not in row:
         raise BadInput(f"the preset has no learning rate for --opt {args.opt}: pass --lr")
@@ -243,15 +253,14 @@ def by_net(table, args):
 
 def optimizer_options(args):
     """Keyword arguments of `optim.build_optimizer` from the preset's entries."""
-    options = {key: getattr(args, key) for key in MATRIX_ENTRIES.get(args.opt, ())}
+    entries = ("betas", *MATRIX_ENTRIES.get(args.opt, ()))
+    options = {key: getattr(args, key) for key in entries if getattr(args, key) is not None}
     if options.pop("bf16_factors", False):
         options["factor_dtype"] = torch.bfloat16
-    if args.betas:
-        options["betas"] = tuple(args.betas)
-    return {key: value for key, value in options.items() if value is not None}
+    return options
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # processes and devices
 
 class World(NamedTuple):
@@ -267,34 +276,34 @@ class World(NamedTuple):
 
 
 def start(device="auto", threads=0):
-    """Join the process group when launched by torchrun, pick this process's device, return a `World`.
+    """Join the process group if torchrun launched us, pick this process's device, return a `World`.
 
-    Raises BadInput when the device is absent or there are more processes than GPUs on this machine.
-    """
+    Raises BadInput when the device is absent or there are more processes than GPUs on this machine."""
     if threads:
         torch.set_num_threads(threads)
     have = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    name = next(k for k in ("cuda", "mps", "cpu") if have[k]) if device == "auto" else device
+    have = [kind for kind, there in have.items() if there]
+    name = have[0] if device == "auto" else device
     kind, _, index = name.partition(":")
-    if not have.get(kind) or not (index.isdigit() or name == kind):
-        raise BadInput(f"--device {device} is not available here: use auto, or one of "
-                       f"{', '.join(k for k in have if have[k])}")
+    if kind not in have or not (index.isdigit() or name == kind):
+        raise BadInput(f"--device {device} is not available here: use auto or {', '.join(have)}")
     if kind == "cuda":
         count = torch.cuda.device_count()
-        index = int(os.environ.get("LOCAL_RANK", index or 0))    # never the global rank: it breaks on node 2
+        index = int(os.environ.get("LOCAL_RANK", index or 0))    # not the global rank: other nodes
         if index >= count:
             raise BadInput(f"process {index} has no GPU, this machine has {count}: "
                            f"start torchrun with --nproc_per_node={count}")
         torch.cuda.set_device(index)
         name = f"cuda:{index}"
     chosen = torch.device(name)
-    why = f"{name}, " + ("the first of cuda, mps, cpu here" if device == "auto" else "asked for by --device")
-    if {"RANK", "WORLD_SIZE"} <= set(os.environ):                                # torchrun
-        if not dist.is_initialized():
-            backend = "nccl" if kind == "cuda" else "gloo"
-            dist.init_process_group(backend, device_id=chosen if kind == "cuda" else None)
-        return World(dist.get_rank(), dist.get_world_size(), chosen, why)
-    return World(0, 1, chosen, why)
+    why = f"{name}, {'first of cuda, mps, cpu here' if device == 'auto' else 'asked for by --device'}"
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):            # no torchrun
+        return World(0, 1, chosen, why)
+    if not dist.is_initialized() and kind == "cuda":             # gloo beside nccl: see Run.stop_agreed
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=chosen)
+    elif not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return World(dist.get_rank(), dist.get_world_size(), chosen, why)
 
 
 def pick_dtype(name, device):
@@ -309,9 +318,7 @@ def pick_dtype(name, device):
 
 def autocast(device, dtype):
     """Mixed precision for the forward pass; does nothing for float32."""
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
 def all_sum(values, world):
@@ -333,9 +340,8 @@ def mix_seed(*parts):
 def lr_at(step, total, warmup, peak, floor=0.0):
     """Linear warm-up, then half a cosine from `peak` to `floor`.
 
-    A pure function of the step, so a resume needs no scheduler. Step 0 already learns, since the
-    warm-up is (step + 1) / warmup; warmup = 0 and warmup = total both work.
-    """
+    A pure function of the step, so a resume needs no scheduler. Warm-up is (step + 1) / warmup, so
+    that step 0 already learns; warmup = 0 and warmup = total both work."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
@@ -354,39 +360,36 @@ def millions(module):
     return f"{sum(p.numel() for p in module.parameters()) / 1e6:.2f} M parameters"
 
 
-# --------------------------------------------------------------------------------------------------
-# batches
-
 def split_batch(batch_size, micro_batch, processes):
     """Micro-steps per update, the same on all ranks. Ranks and micro-steps may differ by one sample.
 
     Raises BadInput where there are fewer samples than processes."""
     if batch_size < processes:
-        raise BadInput(f"--batch-size {batch_size} is smaller than the number of processes, {processes}: "
-                       "raise it, or start fewer")
+        raise BadInput(f"--batch-size {batch_size} is less than one sample for each of the {processes} "
+                       "processes: raise it, or start fewer")
     least, most = batch_size // processes, -(-batch_size // processes)
     return min(least, -(-most // micro_batch)) if micro_batch else 1
 
 
 def my_part(samples, rank, processes, micro_steps):
-    """The global batch (B, ...) -> the micro-batches of this rank, contiguous and of nearly equal size."""
+    """The global batch (B, ...) -> this rank's micro-batches, contiguous and of nearly equal size."""
     return samples.tensor_split(processes)[rank].tensor_split(micro_steps)
 
 
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # checkpoint
 
 # What a resume may change. The first never touch the course of a run. The second do: they need
 # --allow-change, and the change is logged. Everything else makes another run.
 UNTOUCHED = (
     "preset", "device", "dtype", "compile", "workers", "threads", "out", "resume", "allow_change",
-    "log_every", "eval_every", "save_every", "wandb", "micro_batch", "data", "model", "alpha_eff",
-    "knn_every", "knn_images", "samples", "sample_steps", "cfg_scale", "sample_tokens", "prompt",
-    "eval_tokens")
+    "wandb", "log_every", "eval_every", "save_every", "save_best", "keep_every", "micro_batch", "data",
+    "model", "alpha_eff", "knn_every", "knn_images", "samples", "sample_steps", "cfg_scale",
+    "sample_tokens", "prompt", "eval_tokens")
 CHANGEABLE = (
     "lr", "min_lr", "lr_schedule", "epochs", "steps", "warmup", "clip", "ema", "ema_warmup", "augment",
     "mixup", "cutmix", "label_smoothing", "flip", "weight_decay_end", "momentum", "teacher_temp",
-    "teacher_temp_start", "teacher_temp_warmup")
+    "teacher_temp_start", "teacher_temp_warmup", "bad_images")
 # Of the data: a folder may move, but not change.
 FACTS = ("train_images", "train_tokens", "classes", "in_chans", "tokenizer_digest")
 
@@ -447,29 +450,24 @@ def find_checkpoint(out, resume, kind):
 
 
 def check_resume(path, then, now):
-    """Compare the flags in a checkpoint with this command's, two dicts. Returns {key: (then, now)}.
+    """Compare a checkpoint's values with this command's, two dicts. Returns {key: (then, now)}.
 
-    Raises BadInput, naming the flag and both values, for a change that is not allowed."""
+    Raises BadInput, naming the key and both values, for a change that is not allowed."""
     changes = {key: (then[key], now[key]) for key in now if then.get(key, now[key]) != now[key]}
+    changes = {key: pair for key, pair in changes.items() if key not in UNTOUCHED}
     for key, (old, new) in changes.items():
-        if key in FACTS:
-            raise BadInput(f"--data {now['data']} has {key.replace('_', ' ')} {new}, but {path} was trained "
-                           f"with {old}: pass the same data, --fresh to start over, or another --out")
-        if key in UNTOUCHED or (key in CHANGEABLE and now["allow_change"]):
+        ways = ["pass the old value", "--fresh to start over", "another --out"]
+        if key in CHANGEABLE and now["allow_change"]:
             continue
-        remedy = ", or --allow-change to go on with the new value" * (key in CHANGEABLE)
-        raise BadInput(f"{path} was trained with {typed(key, old)} and you ask for {typed(key, new)}: pass "
-                       f"{typed(key, old)}, --fresh to start over, another --out{remedy}")
-    return {key: change for key, change in changes.items() if key not in UNTOUCHED}
+        if key in CHANGEABLE:
+            ways.append("--allow-change to go on with the new one")
+        where = f" by --data {now['data']}" if key in FACTS else ""
+        raise BadInput(f"{path} was trained with {key}={old}, and you ask for {key}={new}{where}: "
+                       f"{', '.join(ways[:-1])}, or {ways[-1]}")
+    return changes
 
 
-def typed(key, value):
-    """A flag with its value, about as one types it."""
-    value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-    return f"--{key.replace('_', '-')} {value}"
-
-
-# --------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------
 # the run
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
@@ -479,9 +477,9 @@ class Run:
     """A training run: its processes, device and dtype, its folder with checkpoint and log.
 
     kind: the train script's name in the checkpoint. best: (key of the log, max or min), which value of
-    the evaluations is the best one."""
+    the evaluations is the best one. Nothing is written before `begin`."""
 
-    def __init__(self, args, kind, best):
+    def __init__(self, args, kind, best=("val_loss", min)):
         self.args, self.kind, self.best_key = args, kind, best
         self.world = start(args.device, args.threads)
         self.rank, self.size, self.device, _ = self.world
@@ -489,49 +487,61 @@ class Run:
         self.dtype, self.why_dtype = pick_dtype(args.dtype, self.device)
         self.micro_steps = split_batch(args.batch_size, args.micro_batch, self.size)
         args.micro_batch = args.micro_batch or max(1, args.batch_size // self.size)
-        self.ckpt = Path(args.out) / "ckpt.pt"
+        self.out = Path(args.out)
+        self.ckpt = self.out / "ckpt.pt"
         self.saved = find_checkpoint(args.out, args.resume, kind)
-        self.first_step, self.window, self.signal = 0, [], 0
+        self.first_step, self.window, self.unchecked = 0, [], []
+        self.signal, self.signal_time, self.agreed, self.handlers = 0, 0.0, 0, {}
 
     def begin(self, facts, steps, model, ema, optimizer):
-        """Resume from the checkpoint, or begin; make the folder, args.json and the log. Returns the step.
+        """Resume, or begin; make the folder, args.json and the log. Returns the step.
 
-        facts: what is known beside the flags (size of the data, options of the model), for args.json and
-        the checkpoint. ema: the averaged model or None. Nothing is written before all is checked. Raises
-        BadInput for flags that make another run, and for a folder that cannot be written."""
-        self.steps, self.facts, changes = steps, dict(vars(self.args), kind=self.kind, **facts), {}
+        facts: what is known beside the flags, for args.json and the checkpoint: size of the data,
+        options of the model, `constants` of its initialisation. ema: the averaged model or None.
+        Nothing is written before all is checked. Raises BadInput for flags that make another run, and
+        for a folder that cannot be written."""
+        used = facts.get("constants", {})
+        known = vars(self.args) | facts | {"kind": self.kind}
+        known = {k: v for k, v in known.items() if k not in ("constants", *INIT_ENTRIES)}
+        self.steps, self.facts, changes = steps, known | used, {}
         if saved := self.saved:
             changes = check_resume(self.ckpt, saved["args"], self.facts)
-            if changes and saved["step"] >= steps:
-                raise BadInput(f"{self.ckpt} is a finished run of {saved['step']} steps: pass --fresh to "
-                               "start over, or another --out")
+            if saved["step"] + bool(changes) > steps:
+                raise BadInput(f"{self.ckpt} has its {saved['step']} steps, and you ask for {steps}: "
+                               "pass --fresh to start over, or another --out")
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             if ema:
                 ema.load_state_dict(saved["ema"] or saved["model"])
             torch.set_rng_state(saved["rng"])
-            self.first_step, self.saved = saved["step"], True    # lets the tensors go
-        wandb = import_optional("wandb", "--wandb") if self.args.wandb else None
+            self.first_step, self.window = saved["step"], saved.get("window", [])
+            self.saved = True                                    # lets the tensors go
+        self.wandb = import_optional("wandb", "--wandb") if self.args.wandb else None
         if self.main:
-            make_out(self.args.out, self.facts)
-        if self.main and not self.first_step:                    # the old checkpoint goes with the old log
-            self.ckpt.unlink(missing_ok=True)
-        self.journal = Log(self.args.out, self.main, self.first_step, wandb, self.facts)
+            make_out(self.out, self.facts)
+            if not self.first_step:                              # old checkpoints go with the old log
+                for old in (self.ckpt, self.out / "best.pt", *self.out.glob("ckpt-*.pt")):
+                    old.unlink(missing_ok=True)
+            trim_log(self.out, self.first_step)
+            if self.wandb:
+                self.wandb = self.wandb.init(
+                    project=self.args.wandb, config=self.facts, dir=str(self.out))
         for key, (old, new) in changes.items():
-            self.log(f"step {self.first_step:6d}  {typed(key, old)} is {new} from here on",
+            self.log(f"step {self.first_step:6d}  {key} was {old} and is {new} from here on",
                      step=self.first_step, changed=key, was=old, now=new)
         self.catch_signals()
         return self.first_step
 
-    def banner(self, data, model, batch, optimizer_text):
-        """What a person should know before the run starts: some ten lines. All flags are in args.json."""
+    def banner(self, data, model, batch, optimizer):
+        """Print what a person should know before the run starts, from one text each: about ten lines."""
         lines = dict(
-            versions=f"revision {git_revision()}, torch {torch.__version__}, python {sys.version.split()[0]}",
+            revision=f"{git_revision()}, torch {torch.__version__}, python {sys.version.split()[0]}",
             device=f"{self.world.why}; {self.size} process(es) x {torch.get_num_threads()} threads; "
                    f"{self.dtype} ({self.why_dtype})",
-            data=f"{self.args.data}: {data}", model=model, optimizer=optimizer_text,
-            batch=f"{self.args.batch_size} over {self.size} process(es) x {self.micro_steps} micro-step(s); {batch}",
-            folder=f"{self.args.out}, all flags in args.json")
+            data=f"{self.args.data}: {data}", model=model, optimizer=optimizer,
+            batch=f"{self.args.batch_size} over {self.size} process(es) x {self.micro_steps} "
+                  f"micro-step(s); {batch}",
+            folder=f"{self.out}, all flags in args.json")
         if self.first_step:
             lines["resume"] = f"{self.ckpt}, step {self.first_step} of {self.steps}"
         for name, text in lines.items():
@@ -548,7 +558,8 @@ class Run:
         hidden = not (self.main and sys.stdout.isatty())
         self.bar = tqdm(total=self.steps, initial=self.first_step, disable=hidden, unit="step",
                         dynamic_ncols=True)
-        self.clock = self.began = time.perf_counter()
+        self.restart_clock(self.first_step)
+        self.began = self.clock
         return model
 
     # what the loop needs
@@ -573,76 +584,111 @@ class Run:
     def observe(self, step, lr, loss, norm):
         """Note a step's loss and gradient norm, tensors, for the log; stop where they are not finite.
 
-        On GPUs a look is a synchronisation, so it waits for the log step."""
-        self.window.append((step, lr, loss, norm))
+        On GPUs the check is a synchronisation, so it waits for the log step."""
+        self.unchecked.append((step, lr, loss, norm))
         if self.device.type == "cpu":
-            check_finite(self.window[-1:], self.world)
+            self.check_window()
         self.bar.update()
 
+    def check_window(self):
+        """Average what was observed over the ranks; stop them all where it is not finite."""
+        if self.unchecked:
+            self.window += check_finite(self.unchecked, self.world)
+            self.unchecked = []
+
     def due(self, step, save_every, eval_every):
-        """(log now?, save now?, evaluate now?), the last two at the last step too. A signal saves."""
-        stop = self.interrupted(step)
-        save, look = (step % every == 0 or step == self.steps for every in (save_every, eval_every))
-        return step % self.args.log_every == 0 or save or look or stop, save or stop, look
+        """(log now?, save now?, evaluate now?): all three at the last step; a signal saves too.
+
+        A checkpoint goes before each evaluation: nothing that fails there costs training."""
+        evaluate, planned = (step % n == 0 or step == self.steps for n in (eval_every, save_every))
+        log = evaluate or planned or step % self.args.log_every == 0
+        return log, self.stop_agreed() or evaluate or planned or self.kept(step), evaluate
+
+    def kept(self, step):
+        return self.args.keep_every > 0 and step % self.args.keep_every == 0
 
     def log_training(self, step, lr, samples, unit, epoch, flops=0.0, peak=0.0):
         """The training line of the log: mean loss since the last one, gradient norm, rate, time left.
 
-        samples: per step, in that unit; flops: of one sample, and peak, the machine's rate, for the MFU."""
-        loss, norm = check_finite(self.window, self.world)
-        rate = len(self.window) * samples / (time.perf_counter() - self.clock)
-        per_step = (time.perf_counter() - self.began) / (step - self.first_step)
-        record = dict(step=step, epoch=epoch, loss=loss, lr=lr, grad_norm=norm, **{f"{unit}_per_s": rate})
-        line = f"step {step:6d}  epoch {epoch:6.2f}  loss {loss:.4f}  lr {lr:.2e}  grad norm {norm:.2f}"
-        line += f"  {rate:.0f} {unit}/s"
+        samples: a step's, in that unit; flops: of one; peak: the machine's rate, for the MFU."""
+        self.check_window()
+        losses, norm = [row[2] for row in self.window], self.window[-1][3]
+        loss, now = sum(losses) / len(losses), time.perf_counter()
+        rate = (step - self.clock_step) * samples / (now - self.clock)
+        left = (now - self.began) / (step - self.first_step) * (self.steps - step)
+        more = {f"{unit}_per_s": rate} | ({"mfu": rate * flops / peak} if peak else {})
+        words = [f"step {step:6d}", f"epoch {epoch:6.2f}", f"loss {loss:.4f}", f"lr {lr:.2e}",
+                 f"grad norm {norm:.2f}", f"{rate:.0f} {unit}/s"]
         if peak:
-            record["mfu"] = rate * flops / peak
-            line += f"  MFU {100 * record['mfu']:.0f} %"
+            words.append(f"MFU {100 * more['mfu']:.0f} %")
         if self.device.type == "cuda":
-            line += f"  {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB"
-        self.log(f"{line}  {clock_time(per_step * (self.steps - step))} left", **record)
-        self.window, self.clock = [], time.perf_counter()
+            words.append(f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB")
+        words.append(f"{datetime.timedelta(seconds=round(left))} left")
+        self.log("  ".join(words), step=step, epoch=epoch, loss=loss, lr=lr, grad_norm=norm, **more)
+        self.window = []
 
     def save(self, step, model, ema, optimizer):
-        """Write ckpt.pt; after a signal, leave. All ranks must call it: each has a share of the state."""
+        """Write ckpt.pt; after a signal, leave. All ranks call it: each has a share of the state."""
+        self.check_window()
         state = optimizer.state_dict()
         if self.main:
             save_checkpoint(self.ckpt, dict(
                 model=model.state_dict(), ema=ema and ema.state_dict(), optimizer=state, step=step,
-                best=self.best(), rng=torch.get_rng_state(), args=self.facts))
-        if self.signal and step < self.steps:
+                best=finite(self.best()), rng=torch.get_rng_state(), args=self.facts,
+                window=self.window))
+            if self.kept(step):
+                copy_file(self.ckpt, self.out / f"ckpt-{step}.pt")
+        if self.agreed and step < self.steps:
+            all_sum([0.0], self.world)                           # torchrun ends all when one has left
             self.bar.close()
             self.say(f"saved at step {step}: the same command continues")
-            sys.exit(128 + self.signal)
-        self.clock = time.perf_counter()
+            sys.exit(128 + self.agreed)
+        self.restart_clock(step)
 
     def log(self, human, **record):
-        """A line for a person and a line of log.jsonl. The next rate starts after it."""
-        self.journal.line(human, **record)
-        self.clock = time.perf_counter()
+        """A line for a person and, on rank 0, a line of log.jsonl. The next rate starts after it.
+
+        After the best evaluation so far ckpt.pt, saved just before it, becomes best.pt if asked for."""
+        self.say(human)
+        if self.main:
+            record = finite(record)
+            new = self.args.save_best and record.get(self.best_key[0])
+            best = new and self.best_key[1]([new, *self.logged(self.best_key[0])])
+            with open(self.out / "log.jsonl", "a", encoding="utf-8") as f:
+                f.write(json.dumps(record) + "\n")
+            if self.wandb:
+                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+            if new and new == best:
+                copy_file(self.ckpt, self.out / "best.pt")
+        self.restart_clock(record["step"])
 
     def say(self, text):
-        self.journal.say(text)
+        """Print, on rank 0, without tearing the progress bar."""
+        if self.main:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def restart_clock(self, step):
+        self.clock, self.clock_step = time.perf_counter(), step
 
     # what the log already holds
 
     def logged(self, key):
-        return [row[key] for row in read_log(self.args.out) if row.get(key) is not None]
+        return [row[key] for row in read_log(self.out) if row.get(key) is not None]
 
     def best(self):
-        """The best evaluation so far, or None."""
+        """The best evaluation so far; nan if there is none."""
         key, choose = self.best_key
-        return choose(self.logged(key), default=None)
+        return choose(self.logged(key), default=math.nan)
 
     def last(self, key):
-        """The last evaluation's value; on rank 0, which writes the log."""
+        """The last evaluation's value; nan if there is none."""
         return (self.logged(key) or [math.nan])[-1]
 
     def owes_look(self, step, every):
-        """After a resume: is the evaluation of this step missing? A kill may come between save and look."""
-        if not step or (step % every and step != self.steps):
-            return False
-        missing = self.main and not any(r["step"] == step and "val_loss" in r for r in read_log(self.args.out))
+        """Is the evaluation of the step that we resume from missing? A kill may come before it."""
+        done = any(row["step"] == step and "val_loss" in row for row in read_log(self.out))
+        missing = self.main and step and not done and (step % every == 0 or step == self.steps)
         return all_sum([float(missing)], self.world)[0] > 0
 
     # signals
@@ -650,78 +696,60 @@ class Run:
     def catch_signals(self):
         """Remember SIGTERM, SIGUSR1 and Ctrl-C until the step is done; a second Ctrl-C ends at once."""
         def remember(number_, _):
-            if self.signal == number_ == signal.SIGINT:
+            again = self.signal == number_ == signal.SIGINT
+            if again and time.monotonic() - self.signal_time > 1:            # torchrun sends each twice
                 raise KeyboardInterrupt
-            self.signal = number_
+            if not again:
+                self.signal, self.signal_time = int(number_), time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            for number_ in SIGNALS:
-                signal.signal(number_, remember)
+            self.handlers = {number_: signal.signal(number_, remember) for number_ in SIGNALS}
 
-    def interrupted(self, step):
-        """Has a signal come to any process? Several GPUs ask at log steps only: it is a synchronisation."""
+    def stop_agreed(self):
+        """Has a signal come to any process? They ask each other over the CPU: no GPU waits."""
+        self.agreed = self.signal
         if self.size > 1:
-            if self.device.type != "cpu" and step % self.args.log_every:
-                return False
-            signals = torch.tensor(self.signal, device=self.device)
+            signals = torch.tensor(self.signal)
             dist.all_reduce(signals, dist.ReduceOp.MAX)
-            self.signal = int(signals)
-        return self.signal > 0
+            self.agreed = int(signals)
+        return self.agreed > 0
 
     def finish(self, title, metric, label, digits=1, files=()):
         """curve.png, and the line that names what the folder holds."""
         self.bar.close()
         if self.main:
-            plot_curve(self.args.out, title, metric, label, digits)
-        names = ", ".join(["ckpt.pt", "log.jsonl", "args.json", "curve.png", *files])
-        self.say(f"{self.args.out}: {names}")
+            plot_curve(self.out, title, metric, label, digits)
+        for number_, before in self.handlers.items():
+            signal.signal(number_, before)
+        names = ["ckpt.pt", "log.jsonl", "args.json", "curve.png", *files]
+        self.say(f"{self.out}: {', '.join(names)}")
 
 
-def open_run(args, kind, best=("val_loss", min)):
-    """A `Run`: joins the process group and finds the checkpoint; nothing is written yet."""
-    return Run(args, kind, best)
+open_run = Run
 
 
-def clock_time(seconds):
-    """A time left, as a clock shows it: 1:02:03 or 4:05."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+def check_finite(window, world):
+    """Stop all ranks together at the first step whose loss or gradient norm is not finite.
+
+    window: (step, lr, loss, grad_norm) of some steps, tensors still on the device: one synchronisation
+    for all. Returns the same with numbers, means over the ranks. Raises BadInput, on all ranks."""
+    mean = [v / world.size for v in all_sum([w[2] for w in window] + [w[3] for w in window], world)]
+    rows = [(*w[:2], *pair) for w, pair in zip(window, zip(mean, mean[len(window):]))]
+    for step, lr, loss, norm in rows:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise BadInput(f"the loss is not finite at step {step} (loss {loss}, lr {lr:.3g}, gradient "
+                           f"norm {norm}): lower --lr, raise --warmup or set --clip")
+    return rows
 
 
-# --------------------------------------------------------------------------------------------------
-# log
+def check_val(value, step, lr):
+    """Stop where the validation loss, equal on all ranks, is not finite: an update broke the net."""
+    if not math.isfinite(value):
+        raise BadInput(f"the validation loss is not finite after step {step} (lr {lr:.3g}): lower --lr, "
+                       "raise --warmup or set --clip")
 
-class Log:
-    """Human lines on stdout and JSON lines in out/log.jsonl, from rank 0; optionally Weights & Biases.
 
-    After a resume the lines past `step` are dropped: the steps they describe are run again.
-    """
-
-    def __init__(self, out, main, step=0, wandb=None, config=None):
-        self.path, self.main, self.wandb = Path(out) / "log.jsonl", main, None
-        if not main:
-            return
-        rows = [row for row in read_log(out) if row["step"] <= step] if step else []
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-        if wandb:
-            self.wandb = wandb.init(project=config["wandb"], config=config, dir=str(out))
-
-    def say(self, text):
-        if self.main:
-            tqdm.write(text)                                     # does not tear the progress bar
-            sys.stdout.flush()
-
-    def line(self, human, **record):
-        """One human line and one JSON line. Non-finite numbers are null: JSON has no word for them."""
-        if not self.main:
-            return
-        self.say(human)
-        record = finite(record)
-        with open(self.path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(record) + "\n")
-        if self.wandb:
-            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
-
+# -----------------------------------------------------------------------------------------------
+# files
 
 def read_log(out):
     """The rows of out/log.jsonl, dicts with a step; a line that a kill cut short is left out."""
@@ -734,6 +762,12 @@ def read_log(out):
     return rows
 
 
+def trim_log(out, step):
+    """Drop the lines past `step`, as the steps they describe are run again; all of them if it is 0."""
+    rows = [row for row in read_log(out) if row["step"] <= step] if step else []
+    write_text(Path(out) / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_text(path, text):
     """Write a text file as UTF-8, so that a kill leaves the old one or the new one."""
     temporary = Path(f"{path}.tmp")
@@ -741,8 +775,23 @@ def write_text(path, text):
     os.replace(temporary, path)
 
 
+def copy_file(source, target):
+    """Copy a file, so that a kill leaves the old target or the new one."""
+    shutil.copyfile(source, f"{target}.tmp")
+    os.replace(f"{target}.tmp", target)
+
+
+def make_out(out, args):
+    """Create the run's folder and write args.json. Raises BadInput when it cannot be written."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        write_text(Path(out) / "args.json", json.dumps(finite(args), indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose another") from error
+
+
 def finite(value):
-    """Nested plain data with None for nan and inf."""
+    """Nested plain data with None for nan and inf, for which JSON has no word."""
     if isinstance(value, dict):
         return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -760,54 +809,13 @@ def import_optional(name, flag):
         raise BadInput(f"{flag} needs the package {package}: pip install {wheel}") from error
 
 
-def make_out(out, args):
-    """Create the run's folder and write args.json. Raises BadInput when the folder cannot be written."""
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        write_text(Path(out) / "args.json", json.dumps(finite(args), indent=2, sort_keys=True) + "\n")
-    except OSError as error:
-        raise BadInput(f"--out {out} cannot be written ({error.strerror}): choose another folder") from error
-
-
-def check_finite(window, world):
-    """Stop all ranks together at the first step whose loss or gradient norm is not finite.
-
-    window: (step, lr, loss, grad_norm) of the steps since the last check, tensors still on the device:
-    one synchronisation for all. Returns (mean loss over window and ranks, last gradient norm)."""
-    mean = [v / world.size for v in all_sum([w[2] for w in window] + [w[3] for w in window], world)]
-    losses, norms = mean[:len(window)], mean[len(window):]
-    for (step, lr, _, _), loss, norm in zip(window, losses, norms):
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise BadInput(f"the loss is not finite at step {step} (loss {loss}, lr {lr:.3g}, gradient norm "
-                           f"{norm}): lower --lr, raise --warmup or set --clip")
-    return sum(losses) / len(losses), norms[-1]
-
-
-def check_val(value, step, lr):
-    """Stop where the validation loss, equal on all ranks, is not finite: the last update broke the net."""
-    if not math.isfinite(value):
-        raise BadInput(f"the validation loss is not finite after step {step} (lr {lr:.3g}): lower --lr, "
-                       "raise --warmup or set --clip")
-
-
 def git_revision():
     """The commit of the code that runs, with + where files differ from it; 'unknown' outside git."""
-    def git(*words):
-        here = Path(__file__).resolve().parent
-        return subprocess.run(["git", "-C", str(here), *words], capture_output=True, encoding="utf-8")
-    try:
-        head, dirty = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "-uno")
-    except FileNotFoundError:                                    # no git on this machine
-        return "unknown"
-    return head.stdout.strip() + "+" * bool(dirty.stdout.strip()) if head.returncode == 0 else "unknown"
-
-
-def pyplot():
-    """matplotlib.pyplot, drawing to files only; imported late, since only the end of a run needs it."""
-    import matplotlib
-    matplotlib.use("Agg")                                        # no display needed
-    import matplotlib.pyplot
-    return matplotlib.pyplot
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    with contextlib.suppress(FileNotFoundError):                 # no git on this machine
+        ran = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, encoding="utf-8")
+        return ran.stdout.strip() or "unknown"
+    return "unknown"
 
 
 def matmul_rate(device, dtype, size=1024, repeats=5):
@@ -827,18 +835,26 @@ def matmul_rate(device, dtype, size=1024, repeats=5):
     return 2 * size ** 3 / best
 
 
+def pyplot():
+    """matplotlib.pyplot, drawing to files only; imported late, since only the end of a run needs it."""
+    import matplotlib
+    matplotlib.use("Agg")                                        # no display needed
+    import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
 def plot_curve(out, title, metric, label, digits=1):
-    """out/log.jsonl -> out/curve.png: the losses on the left, `metric` with its last value on the right."""
+    """out/log.jsonl -> out/curve.png: losses on the left, `metric` with its last value on the right."""
     plt = pyplot()
-    rows = read_log(out)
-    train, val, seen = ([r for r in rows if r.get(k) is not None] for k in ("loss", metric, "val_loss"))
+    lines = {key: [(r["step"], r[key]) for r in read_log(out) if r.get(key) is not None]
+             for key in ("loss", "val_loss", metric)}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), constrained_layout=True)
-    left.plot([r["step"] for r in train], [r["loss"] for r in train], label="train", lw=1)
-    left.plot([r["step"] for r in seen], [r["val_loss"] for r in seen], "o-", label="validation", ms=3)
+    left.plot(*zip(*lines["loss"]), label="train", lw=1)
+    left.plot(*zip(*lines["val_loss"]), "o-", label="validation", ms=3)
     left.set(xlabel="step", ylabel="loss")
     left.legend(frameon=False)
-    right.plot([r["step"] for r in val], [r[metric] for r in val], "o-", ms=3, color="C2")
-    end = f", {val[-1][metric]:.{digits}f} at the end" if val else ""
+    right.plot(*zip(*lines[metric]), "o-", ms=3, color="C2")
+    end = f", {lines[metric][-1][1]:.{digits}f} at the end" if lines[metric] else ""
     right.set(xlabel="step", title=label + end)
     for axis in (left, right):
         axis.grid(alpha=.3)
@@ -848,19 +864,22 @@ def plot_curve(out, title, metric, label, digits=1):
 
 
 def run_script(main):
-    """Call main(); BadInput becomes one sentence on stderr and exit code 2; others keep their traceback."""
-    for stream in (sys.stdout, sys.stderr):                      # a letter that it lacks must not end a run
+    """Call main(). BadInput becomes one sentence on stderr and exit code 2; the rest is a traceback."""
+    for stream in (sys.stdout, sys.stderr):                      # no letter that it lacks may end a run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         main()
-    except BadInput as error:
-        if int(os.environ.get("RANK", 0)) > 0:
-            time.sleep(8)                                        # rank 0 says a fault that all meet
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except (BadInput, OSError) as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        if not (full or isinstance(error, BadInput)):
+            raise
+        if int(os.environ.get("RANK", 0)) > 0:
+            time.sleep(8)                                        # rank 0 says a fault that all meet
+        print(f"error: {error}{': make room under --out' * full}", file=sys.stderr)
+        sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
