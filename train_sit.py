@@ -1,6 +1,6 @@
 r"""Flow-matching transformers (SiT, U-ViT) whose shortcuts decay with depth (paper 3).
 
-On a laptop: emoji of 32 x 32 pixels in seven groups, SiT of 8 layers and 2.7 M parameters, minutes on
+On a laptop: emoji of 32 x 32 pixels in seven groups, SiT of 8 layers and 2.5 M parameters, minutes on
 two cores:
     python train_sit.py                                   decayed to .8, long skips
     python train_sit.py --shortcut residual               plain shortcuts, long skips
@@ -15,6 +15,7 @@ decayed; not run by us):
     python -m tools.encode_latents --data /path/to/imagenet --out data/latents
     torchrun --nproc_per_node=8 train_sit.py --preset paper --data data/latents --out out/sit
 """
+import argparse
 import copy
 import dataclasses
 from pathlib import Path
@@ -77,7 +78,7 @@ def get_args(argv=None):
     runtime.add_shortcut_flags(add, SHORTCUTS, default="decayed")
     add("--alpha-eff", type=runtime.number(float, above=0, high=1),
         help="instead of --alpha-min: the product of all shortcut weights (paper 3: 1e-3 to 1e-2)")
-    add("--long-skips", action=runtime.argparse.BooleanOptionalAction, default=True,
+    add("--long-skips", action=argparse.BooleanOptionalAction, default=True,
         help="from the first half of the blocks to the mirrored second half")
     runtime.add_optimizer_flags(parser, optim.OPTIMIZERS, unit="steps")
     add = parser.add_argument_group("data").add_argument
@@ -276,7 +277,7 @@ def main(argv=None):
             runtime.update_average(ema, raw, decay)
         step += 1
 
-        log_now, save_now, eval_now = run.due(step, args.log_every, save_every, eval_every)
+        log_now, save_now, eval_now = run.due(step, save_every, eval_every)
         if log_now:
             run.log_training(step, lr, args.batch_size, "images", epoch=step / per_epoch)
         if save_now:

@@ -250,7 +250,7 @@ def get_args(argv=None):
     add("--ckpt", required=True, help="a run of train_sit.py: its folder, or the checkpoint in it")
     add("--count", type=number(int, low=1), default=1000, help="samples")
     add("--sampler", choices=list(SAMPLERS), default="heun", help="of the ODE, or the SDE")
-    add("--steps", type=number(int, low=2), default=25, help="from noise to data; two evaluations each in heun")
+    add("--steps", type=number(int, low=2), default=25, help="from noise to data")
     add("--cfg-scale", type=number(float, low=0), default=1.0, help="guidance by the label; 1 is none")
     add("--seed", type=number(int, low=0), help="of the noise; else the run's")
     add("--frechet", metavar="RUN", help="Frechet distance on the features of this run of train_vit.py")
