@@ -311,7 +311,7 @@ def main(argv=None):
 
     facts = dict(data.facts(images), model=backbone, head=head, constants=constants)
     step = run.begin(facts, steps, raw, teacher, optimizer)
-    run.banner(data.describe(images), f"backbone {runtime.millions(raw.backbone)}, head "
+    run.banner(data.describe_images(images), f"backbone {runtime.millions(raw.backbone)}, head "
                f"{runtime.millions(raw.head)}, {args.shortcut}, init {args.init} {constants or ''}",
                f"2 + {args.local_crops} views; {steps} steps, {per_epoch} per epoch",
                optim.describe(optimizer))

@@ -260,7 +260,7 @@ def main(argv=None):
     step = run.begin(facts, steps, raw, ema, optimizer)
     weights = f"{args.shortcut}, alpha_min {args.alpha_min:.3g}, alpha_eff {raw.alpha_eff:.2g}"
     start = f"init {args.init} {constants or ''}"
-    run.banner(data.describe(images), f"{runtime.millions(raw)}, {weights}, {start}",
+    run.banner(data.describe_images(images), f"{runtime.millions(raw)}, {weights}, {start}",
                f"{steps} steps, {per_epoch} per epoch", optim.describe(optimizer))
     model = run.wrap(raw)
     batches = data.train_batches(images.train, train_tf, args.batch_size, args.seed, step, steps,
