@@ -144,7 +144,7 @@ NETS = {          # options, weights of the 8 shortcuts, gain of the branches, f
     "long skips, final norm": (dict(encoder_norm=True), [1] * 8, 1, True, True),
     "skipless": (dict(shortcut="skipless"), [0] * 8, 1, False, True),
     "per layer": (
-        dict(alphas=[(1 - l / 5, 1) for l in (1, 2, 3, 4)]), [.8, 1, .6, 1, .4, 1, .2, 1], 1, False, True),
+        dict(alphas=[(.8, 1), (.6, 1), (.4, 1), (.2, 1)]), [.8, 1, .6, 1, .4, 1, .2, 1], 1, False, True),
     "attention only": (
         dict(alphas=[(a, 1.0) for a, _ in HALVES]), [1, 1, .8, 1, .6, 1, .4, 1], 1, False, True),
     "MLP only": (
