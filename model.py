@@ -1,11 +1,11 @@
-"""One transformer block, three kinds of shortcut.
+"""One transformer block for all, and its interface `alphas`: the weights of its two shortcuts.
 
     x = a * x + attn(norm1(x))          residual: a = 1
     x = a * x + mlp(norm2(x))           skipless: a = 0, the addition is not computed at all
                                         decayed:  a falls from 1 to alpha_min over the 2L sub-layers
 
-ViT (supervised), DINO (self-distilled), LM (decoder), MAE (masked autoencoder), SiT and UViT (flow matching) are built of it.
-Names follow timm, so a residual ViT loads into timm's and back. Shapes: B images or texts, N tokens, D channels, H heads, d = D / H.
+Names follow timm, so a residual ViT loads into timm's and back.
+Shapes: B images or texts, N tokens, D channels, H heads, d = D / H.
 """
 import itertools
 import math
@@ -16,55 +16,123 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torchvision.ops import stochastic_depth
 
-from init import init_lm, init_mae, init_sit, init_uvit, init_vit
+from init import bisect, init_lm, init_mae, init_sit, init_uvit, init_vit
 
-SIZES = {                                                        # parameters at 224 px, patch 16, 1000 classes
-    "nano": dict(embed_dim=96, depth=12, num_heads=3),           # 1.5 M
-    "tiny": dict(embed_dim=192, depth=12, num_heads=3),          # 5.7 M
-    "small": dict(embed_dim=384, depth=12, num_heads=6),         # 22 M
-    "base": dict(embed_dim=768, depth=12, num_heads=12),         # 87 M
-    "large": dict(embed_dim=1024, depth=24, num_heads=16),       # 304 M
+SIZES = {                                                       # parameters at 224 px, patch 16
+    "nano": dict(embed_dim=96, depth=12, num_heads=3),          # 1.5 M
+    "tiny": dict(embed_dim=192, depth=12, num_heads=3),         # 5.7 M
+    "small": dict(embed_dim=384, depth=12, num_heads=6),        # 22 M
+    "base": dict(embed_dim=768, depth=12, num_heads=12),        # 87 M
+    "large": dict(embed_dim=1024, depth=24, num_heads=16),      # 304 M
+}
+
+activation = F.gelu     # of every MLP but SiT's; train scripts hand it to the rule behind --init auto
+
+
+# -------------------------------------------------------------------------------------------------------
+# shortcuts
+
+# (depth, alpha_min) -> alphas: for each block a pair of weights, the attention's and the MLP's. A weight
+# is a, for a x + f(x), or (a, g), for a x + g f(x). A number is fixed, an nn.Parameter is learned.
+SHORTCUTS = {
+    "residual": lambda depth, alpha_min: [(1.0, 1.0)] * depth,
+    "skipless": lambda depth, alpha_min: [(0.0, 0.0)] * depth,
+    "decayed": lambda depth, alpha_min: pair_up(linear_decay(2 * depth, alpha_min)),
 }
 
 
+def linear_decay(sublayers, alpha_min):
+    """Weights that fall evenly from 1 to alpha_min (paper 3's code)."""
+    return [1 - i / (sublayers - 1) * (1 - alpha_min) for i in range(sublayers)]
+
+
+def pair_up(weights):
+    """A flat list, attention, MLP, attention, ... -> a list of pairs, one per block."""
+    return list(zip(weights[::2], weights[1::2]))
+
+
+def shortcut_weights(shortcut, depth, alpha_min=1.0):
+    """The alphas of a kind in SHORTCUTS. Raises ValueError for an unknown kind or alpha_min.
+
+    A net takes any list as its `alphas`. Decay of the attention's shortcuts alone:
+        [(a, 1.0) for a, _ in shortcut_weights("decayed", depth, alpha_min)]"""
+    if shortcut not in SHORTCUTS:
+        raise ValueError(f"shortcut {shortcut!r} is unknown: use {', '.join(SHORTCUTS)}")
+    if not 0 <= alpha_min <= 1:
+        raise ValueError(f"alpha_min {alpha_min} must lie between 0 and 1")
+    return SHORTCUTS[shortcut](depth, alpha_min)
+
+
+def learnable(alphas):
+    """Pairs of numbers -> pairs of parameters that start there."""
+    return [tuple(nn.Parameter(torch.tensor(float(a))) for a in pair) for pair in alphas]
+
+
+def split_weight(weight):
+    """A weight, a or (a, g) -> (a, g)."""
+    return weight if isinstance(weight, (tuple, list)) else (weight, 1.0)
+
+
+def effective_alpha(alphas):
+    """The product of all shortcut weights: the share of the embedding in the last block's output."""
+    weights = [split_weight(weight)[0] for pair in alphas for weight in pair]
+    return float(math.prod(a.item() if torch.is_tensor(a) else a for a in weights))
+
+
+def alpha_min_for(alpha_eff, depth):
+    """The alpha_min for which the decayed weights of `depth` blocks have the product alpha_eff.
+
+    Paper 3 finds [1e-3, 1e-2) useful at every depth, so a deeper net takes a larger alpha_min."""
+    def enough(alpha_min):
+        return math.prod(linear_decay(2 * depth, alpha_min)) >= alpha_eff
+    return bisect(enough, 0.0, 1.0, steps=60)
+
+
+def alphas_or_default(alphas, shortcut, depth, alpha_min):
+    """A net's alphas: those passed, or its shortcut's. Raises ValueError where they do not fit depth."""
+    alphas = shortcut_weights(shortcut, depth, alpha_min) if alphas is None else alphas
+    if len(alphas) != depth:
+        raise ValueError(f"alphas has {len(alphas)} pairs for {depth} blocks: pass one pair per block")
+    return alphas
+
+
+# -------------------------------------------------------------------------------------------------------
+# the block
+
 class Attention(nn.Module):
-    """Multi-head self-attention, softmax(temperature * q k^T / sqrt(d)) v, through SDPA so that FlashAttention is used where torch has it.
+    """softmax(temperature q k^T / sqrt(d)) v, by SDPA: it is FlashAttention where torch has that.
 
-    temperature: tau_l of paper 2, beta ** -l at layer l; 1 is the usual attention. causal: token i sees tokens 0..i only.
-    """
+    temperature: tau_l of paper 2, beta ** -l at layer l. causal: token i sees tokens 0 .. i only."""
 
-    def __init__(self, dim, num_heads, bias=True, temperature=1.0, causal=False, qkv_bias=None):
+    def __init__(self, dim, num_heads, bias=True, qkv_bias=None, temperature=1.0, causal=False):
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"embed_dim {dim} is not divisible by num_heads {num_heads}: change one of them")
+            raise ValueError(f"embed_dim {dim} is not divisible by num_heads {num_heads}: change one")
         self.num_heads, self.head_dim, self.causal = num_heads, dim // num_heads, causal
         self.scale = temperature * self.head_dim ** -0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=bias if qkv_bias is None else qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=bias)
 
     def heads(self, x, rope=None):
-        """x (B, N, D) -> q, k, v, each (B, H, N, d). Rows of qkv.weight: all of q, then k, then v; within each, head by head.
+        """x (B, N, D) -> q, k, v, each (B, H, N, d). rope: (cos, sin) of these tokens, or None.
 
-        rope: the (cos, sin) of `rope_table` for these tokens, or None for no rotation."""
+        The rows of qkv.weight are all of q, then k, then v; within each, head by head."""
         B, N, _ = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        return (q, k, v) if rope is None else (rotate(q, *rope), rotate(k, *rope), v)
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return (q, k, v) if rope is None else (apply_rope(q, *rope), apply_rope(k, *rope), v)
 
-    def forward(self, x, rope=None, cache=None):
-        """cache: a dict that keeps k and v of the tokens before x, for generation; it is extended in place."""
-        q, k, v = self.heads(x, rope)
-        if cache is not None:
-            if cache:
-                k, v = torch.cat([cache["k"], k], dim=2), torch.cat([cache["v"], v], dim=2)
-            cache.update(k=k, v=v)
-        new, all_ = q.shape[2], k.shape[2]
-        # is_causal aligns the corner at the top left, so where tokens came before, the mask is written out; a single new token sees everything
-        mask = torch.ones(new, all_, dtype=torch.bool, device=x.device).tril(all_ - new) if self.causal and 1 < new < all_ else None
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and new == all_, scale=self.scale)
+    def merge_heads(self, x):
+        """Heads (B, H, N, d), side by side, through the output projection -> (B, N, D)."""
         return self.proj(x.transpose(1, 2).flatten(2))
 
+    def forward(self, x, rope=None):
+        q, k, v = self.heads(x, rope)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale)
+        return self.merge_heads(mixed)
+
     def matrix(self, x, rope=None):
-        """The attention matrix A (B, H, N, N) itself, which SDPA never forms: for measurements only."""
+        """The attention matrix A (B, H, N, N), which SDPA never forms: for measurements."""
         q, k, _ = self.heads(x, rope)
         logits = q @ k.mT * self.scale
         if self.causal:
@@ -73,146 +141,81 @@ class Attention(nn.Module):
 
 
 def rope_table(length, head_dim, base=10000.0):
-    """(cos, sin), each (length, d), of the angles position * base ** (-2 i / d), i = 0 .. d/2 - 1, written twice: for the two halves of a head."""
-    angle = torch.arange(length, dtype=torch.float64)[:, None] * base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    """(cos, sin), each (length, d), of the angles position * base ** (-2 i / d), i = 0 .. d/2 - 1.
+
+    A row holds them twice, for the two halves of a head."""
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos().float(), angle.sin().float()
 
 
-def rotate(x, cos, sin):
-    """Rotary position embedding (Su et al. 2021) in LLaMA's layout: dimensions i and i + d/2 of x (B, H, N, d) turn by the token's angle i.
+def apply_rope(x, cos, sin):
+    """Rotary positions (Su et al. 2021) as in LLaMA: x (B, H, N, d), cos and sin of `rope_table`.
 
-    A product q k^T of two rotated tokens depends on their distance only."""
-    one, two = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-two, one], dim=-1) * sin).to(x.dtype)
+    Dimensions i and i + d/2 turn by angle i, so that q k^T of two tokens depends on their distance."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 class MLP(nn.Module):
-    """fc2(gelu(fc1(x)) - shift), hidden width mlp_ratio * dim. gelu: "none" is the exact (erf) one, "tanh" its approximation.
+    """fc2(act(fc1(x)) - shift). shift: a constant, for nets without biases; 0 is the usual MLP."""
 
-    shift: a constant off the activation, for nets without biases (a bias of fc2 could do the same); 0 is the usual MLP.
-    """
-
-    def __init__(self, dim, hidden, bias=True, shift=0.0, gelu="none"):
+    def __init__(self, dim, hidden, bias=True, shift=0.0, act=activation):
         super().__init__()
-        if hidden < 1:
-            raise ValueError(f"an MLP of width {dim} has no hidden unit at this mlp_ratio: raise it")
-        self.shift, self.gelu = shift, gelu
+        self.shift, self.act = shift, act
         self.fc1 = nn.Linear(dim, hidden, bias=bias)
         self.fc2 = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x):
-        x = F.gelu(self.fc1(x), approximate=self.gelu)
+        x = self.act(self.fc1(x))
         return self.fc2(x - self.shift if self.shift else x)
 
 
-SCHEDULES = ("linear", "per-layer", "cosine")
-
-
-def shortcut_weights(shortcut, depth, alpha_min=1.0, schedule="linear", decay_on="both"):
-    """The weight a of the shortcut in each of the 2 * depth sub-layers (attention, MLP, attention, ...).
-
-    decayed (paper 3), from 1 at the first attention to alpha_min at the last MLP, t = linspace(0, 1, 2 depth):
-        linear      a = 1 - t (1 - alpha_min), as in the paper's code
-        cosine      a = alpha_min + (1 - alpha_min) (1 + cos(pi t)) / 2
-        per-layer   the paper's formula, read with a block as its layer: a_l = 1 - (1 - alpha_min) l / depth for l = 1 .. depth on the
-                    attention's shortcut and 1 on the MLP's, so that the block is a_l x + f_l(x)
-    decay_on: "both" kinds of sub-layers, only "attn" or only "mlp"; the others keep 1. Raises ValueError for what has no effect or is unknown.
-    """
-    if shortcut not in ("residual", "skipless", "decayed"):
-        raise ValueError(f"shortcut {shortcut!r} is unknown: use residual, skipless or decayed")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is unknown: use {', '.join(SCHEDULES)}")
-    if decay_on not in ("both", "attn", "mlp"):
-        raise ValueError(f"decay_on {decay_on!r} is unknown: use both, attn or mlp")
-    if not 0 <= alpha_min <= 1:
-        raise ValueError(f"alpha_min {alpha_min} must lie between 0 and 1")
-    if shortcut != "decayed":
-        if alpha_min != 1:
-            raise ValueError(f"alpha_min {alpha_min} has no effect on a {shortcut} shortcut: use shortcut decayed")
-        return [{"residual": 1.0, "skipless": 0.0}[shortcut]] * (2 * depth)
-    if schedule == "per-layer":
-        if decay_on != "both":
-            raise ValueError(f"the per-layer schedule weighs the block as a whole, so decay_on {decay_on!r} has no meaning: use both")
-        return [a for l in range(1, depth + 1) for a in (1 - (1 - alpha_min) * l / depth, 1.0)]
-    fall = [i / (2 * depth - 1) for i in range(2 * depth)]
-    if schedule == "cosine":
-        fall = [(1 - math.cos(math.pi * t)) / 2 for t in fall]
-    kept = {"both": (0, 1), "attn": (0,), "mlp": (1,)}[decay_on]
-    return [1 - t * (1 - alpha_min) if i % 2 in kept else 1.0 for i, t in enumerate(fall)]
-
-
-def encoder_weights(shortcut, depth, alpha_min, schedule, decay_on, scaling, learn_alphas):
-    """(`shortcut_weights`, gain of the branches) of an encoder, scaling included. Raises ValueError for what does not go together.
-
-    scaling: "both" is x <- sqrt(.5) (x + f(x)), "branch" is x + sqrt(.5) f(x) (ablations of paper 3); "none" is a x + f(x)."""
-    if scaling not in ("none", "both", "branch"):
-        raise ValueError(f"scaling {scaling!r} is unknown: use none, both or branch")
-    alphas = shortcut_weights(shortcut, depth, alpha_min, schedule, decay_on)
-    if scaling != "none" and set(alphas) != {1.0}:
-        raise ValueError(f"scaling {scaling!r} is an ablation of the plain shortcut: use shortcut residual, or alpha_min 1")
-    if learn_alphas and (shortcut == "skipless" or scaling != "none"):
-        raise ValueError("only the weights of a shortcut that is there, and not scaled, can be learned: leave learn_alphas out")
-    return [math.sqrt(.5)] * len(alphas) if scaling == "both" else alphas, 1.0 if scaling == "none" else math.sqrt(.5)
-
-
-def alpha_min_for(alpha_eff, depth, schedule="linear", decay_on="both"):
-    """The alpha_min whose alpha_eff = product of all shortcut weights, the share of x_0 in the last block's output, is the one wanted.
-
-    Paper 3 finds the useful range to be [1e-3, 1e-2) at every depth, so a deeper net takes a larger alpha_min. Raises ValueError where
-    no alpha_min gives it."""
-    def product(alpha_min):
-        return math.prod(shortcut_weights("decayed", depth, alpha_min, schedule, decay_on))
-    if not product(0.0) <= alpha_eff <= 1:
-        raise ValueError(f"alpha_eff {alpha_eff} is out of reach: it must lie between {product(0.0):g} and 1")
-    low, high = 0.0, 1.0
-    for _ in range(60):                                          # the product grows with alpha_min, so halve the interval down to rounding
-        middle = (low + high) / 2
-        low, high = (middle, high) if product(middle) < alpha_eff else (low, middle)
-    return high
-
-
-def check_drop_path(rate, alphas):
-    """Raises ValueError for a rate outside [0, 1), or where a branch that may be dropped is the whole signal."""
-    if not 0 <= rate < 1:
-        raise ValueError(f"drop path {rate} must be at least 0 and below 1")
-    if rate and 0 in alphas:
-        raise ValueError("drop path needs a shortcut: without one a dropped branch wipes the whole sample out; set drop path to 0")
-
-
 class Block(nn.Module):
-    """Pre-norm transformer block. alphas = (a of the attention, a of the MLP); see the top of this file.
+    """Pre-norm transformer block. alphas: the weights of its two shortcuts, see SHORTCUTS.
 
-    gain: a factor on both branches, for paper 3's ablation: gain * f(x). learn_alphas: the two a are parameters that start at `alphas`.
-    drop_path is refused where a = 0: dropping a branch that is the whole signal wipes the sample out.
-    """
+    drop_path: the share of training samples that lose a branch. It needs shortcuts."""
 
-    def __init__(self, dim, num_heads, mlp_ratio=4.0, alphas=(1.0, 1.0), temperature=1.0, drop_path=0.0, norm=nn.LayerNorm, eps=1e-6, bias=True,
-                 causal=False, shift=0.0, gain=1.0, learn_alphas=False, qkv_bias=None, gelu="none"):
+    def __init__(self, dim, num_heads, mlp_ratio=4.0, alphas=(1.0, 1.0), temperature=1.0, drop_path=0.0,
+                 norm=nn.LayerNorm, eps=1e-6, bias=True, qkv_bias=None, causal=False, shift=0.0,
+                 act=activation):
         super().__init__()
-        check_drop_path(drop_path, alphas)
-        self.drop_path, self.gain = drop_path, gain
-        self.alphas = nn.ParameterList(nn.Parameter(torch.tensor(float(a))) for a in alphas) if learn_alphas else alphas
+        self.alphas, self.gains = map(hold_weights, zip(*map(split_weight, alphas)))
+        self.drop_path = drop_path
         self.norm1 = norm(dim, eps=eps)
-        self.attn = Attention(dim, num_heads, bias, temperature, causal, qkv_bias)
+        self.attn = Attention(dim, num_heads, bias, qkv_bias, temperature, causal)
         self.norm2 = norm(dim, eps=eps)
-        self.mlp = MLP(dim, int(dim * mlp_ratio), bias, shift, gelu)
+        self.mlp = MLP(dim, int(dim * mlp_ratio), bias, shift, act)
 
-    def join(self, alpha, x, branch):
-        """alpha * x + gain * branch, without computing what does not matter."""
-        fixed = isinstance(alpha, (int, float))
-        if self.gain != 1:
-            branch = self.gain * branch
-        if fixed and alpha == 0:
+    def forward(self, x, rope=None):
+        x = self.join(0, x, self.attn(self.norm1(x), rope))
+        return self.join(1, x, self.mlp(self.norm2(x)))
+
+    def join(self, i, x, branch):
+        """a x + g branch with the weights of sub-layer i, without computing what changes nothing."""
+        a, g = self.alphas[i], self.gains[i]
+        if not is_number(g, 1):
+            branch = g * branch
+        if is_number(a, 0):
             return branch
         if self.drop_path:
             branch = stochastic_depth(branch, self.drop_path, "row", self.training)
-        return x + branch if fixed and alpha == 1 else alpha * x + branch
+        return x + branch if is_number(a, 1) else a * x + branch
 
-    def forward(self, x, rope=None, cache=None):
-        x = self.join(self.alphas[0], x, self.attn(self.norm1(x), rope, cache))
-        return self.join(self.alphas[1], x, self.mlp(self.norm2(x)))
 
+def hold_weights(weights):
+    """A tuple of weights; a ParameterList where some are learned, so that the block's state has them."""
+    return nn.ParameterList(weights) if any(map(torch.is_tensor, weights)) else weights
+
+
+def is_number(weight, value):
+    """Is the weight fixed at this value? A parameter that only stands there now is not."""
+    return not torch.is_tensor(weight) and weight == value
+
+
+# -------------------------------------------------------------------------------------------------------
+# vision transformer (paper 1)
 
 class PatchEmbed(nn.Module):
     """Image (B, C, Y, X) -> patch tokens (B, N, D), row by row."""
@@ -226,72 +229,79 @@ class PatchEmbed(nn.Module):
         return self.proj(x).flatten(2).mT
 
 
-def check_patches(height, width, patch_size):
-    """The patch grid (rows, columns) of an image. Raises ValueError where the patches do not tile it."""
+def patch_grid(height, width, patch_size):
+    """The patches of an image, (rows, columns). Raises ValueError where they do not tile it."""
     if height % patch_size or width % patch_size:
-        raise ValueError(f"image size {height} x {width} is not divisible by patch size {patch_size}: choose a multiple of the patch size")
+        raise ValueError(f"image size {height} x {width} is not divisible by patch size {patch_size}: "
+                         f"choose a multiple of the patch size")
     return height // patch_size, width // patch_size
 
 
 def resize_pos_embed(pos_embed, old, new, prefix=1):
-    """Position embedding (1, prefix + rows*columns, D) of grid `old` -> grid `new`, bicubic, class token untouched."""
+    """Positions (1, prefix + rows * columns, D) from grid `old` to `new`, bicubic; prefix untouched."""
     if old == new:
         return pos_embed
     tokens, grid = pos_embed[:, :prefix], pos_embed[:, prefix:]
-    grid = grid.unflatten(1, old).permute(0, 3, 1, 2)
-    grid = F.interpolate(grid.float(), size=new, mode="bicubic", antialias=True, align_corners=False).to(pos_embed.dtype)
-    return torch.cat([tokens, grid.flatten(2).mT], dim=1)
+    grid = grid.unflatten(1, old).permute(0, 3, 1, 2).float()
+    grid = F.interpolate(grid, size=new, mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([tokens, grid.to(pos_embed.dtype).flatten(2).mT], dim=1)
 
 
-class ViT(nn.Module):
-    """Vision transformer: learned position embedding, class token, LayerNorm eps 1e-6, qkv bias, exact GELU.
+class Encoder(nn.Module):
+    """What ViT and MAE share: tokens (B, 1 + N, D), class token first, pass through the blocks."""
+    prefix_tokens = 1
 
-    pool: "token" (class token after the final norm) or "mean" (mean of the patch tokens, then `fc_norm`; timm calls it "avg").
-    num_classes = 0 makes the head the identity. Images of another size are allowed: the position embedding is interpolated.
-    shortcut, alpha_min, schedule, decay_on, scaling, learn_alphas: as in `MAE`, so that every encoder of its can be carried on.
-    Raises ValueError for an image size that the patches do not tile, and for drop path without shortcut.
-    """
-    prefix_tokens = 1                                            # tokens before the patches: the class token
+    @property
+    def alpha_eff(self):
+        """The product of the shortcut weights, a float."""
+        return effective_alpha(block.alphas for block in self.blocks)
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000, embed_dim=768, depth=12, num_heads=12, mlp_ratio=4.0,
-                 shortcut="residual", alpha_min=1.0, temperature_beta=1.0, drop_path=0.0, pool="token", schedule="linear", decay_on="both",
-                 scaling="none", learn_alphas=False):
-        super().__init__()
-        pool = "mean" if pool == "avg" else pool
-        if pool not in ("token", "mean"):
-            raise ValueError(f"pool {pool!r} is unknown: use token or mean")
-        self.grid, self.pool, self.shortcut = check_patches(img_size, img_size, patch_size), pool, shortcut
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + self.grid[0] * self.grid[1], embed_dim))
-        alphas, gain = encoder_weights(shortcut, depth, alpha_min, schedule, decay_on, scaling, learn_alphas)
-        check_drop_path(drop_path, alphas)
-        self.blocks = nn.Sequential(*[
-            Block(embed_dim, num_heads, mlp_ratio, alphas=(alphas[2 * l], alphas[2 * l + 1]), temperature=temperature_beta ** -l,
-                  drop_path=drop_path * l / max(1, depth - 1), gain=gain, learn_alphas=learn_alphas) for l in range(depth)])  # stochastic depth grows linearly
-        self.norm = nn.LayerNorm(embed_dim, eps=1e-6) if pool == "token" else nn.Identity()
-        self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if pool == "mean" else nn.Identity()
-        self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
-        init_vit(self)
-
-    def embed(self, x):
-        """Images (B, C, Y, X) -> tokens (B, 1 + N, D), class token first."""
-        grid = check_patches(*x.shape[-2:], self.patch_embed.patch_size)
-        x = self.patch_embed(x)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
-        return x + resize_pos_embed(self.pos_embed, self.grid, grid)
-
-    def layers(self, x):
-        """Yields the tokens (B, 1 + N, D) of images after the embedding and after each block, the final norm left out: what `probe.py` looks at."""
-        x = self.embed(x)
+    def layers(self, *inputs):
+        """Yields the tokens after the embedding and after each block, not normalised."""
+        x = self.embed(*inputs)
         yield x
         for block in self.blocks:
             x = block(x)
             yield x
 
     def forward_features(self, x):
-        """Images -> tokens (B, 1 + N, D) after the last block and the final norm."""
+        """Images (B, C, Y, X) -> tokens after the last block and the final norm."""
         return self.norm(self.blocks(self.embed(x)))
+
+
+class ViT(Encoder):
+    """Vision transformer: learned positions, class token, LayerNorm eps 1e-6, qkv bias, exact GELU.
+
+    pool: "token" (the class token after the final norm) or "mean" (of the patch tokens, then `fc_norm`).
+    num_classes 0 makes the head the identity. drop_path: of the last block, growing linearly from 0.
+    Positions are interpolated for images of another size.
+    Raises ValueError for sizes that do not fit, and for drop path without shortcuts."""
+
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, num_classes=1000, embed_dim=768,
+                 depth=12, num_heads=12, mlp_ratio=4.0, shortcut="residual", alpha_min=1.0,
+                 temperature_beta=1.0, drop_path=0.0, pool="token", alphas=None):
+        super().__init__()
+        alphas = alphas_or_default(alphas, shortcut, depth, alpha_min)
+        if drop_path and effective_alpha(alphas) == 0:
+            raise ValueError("drop path needs a shortcut: without one a dropped branch wipes the sample "
+                             "out; set drop path to 0")
+        self.grid, self.pool = patch_grid(img_size, img_size, patch_size), pool
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + math.prod(self.grid), embed_dim))
+        self.blocks = nn.Sequential(*[
+            Block(embed_dim, num_heads, mlp_ratio, pair, temperature=temperature_beta ** -l,
+                  drop_path=drop_path * l / max(1, depth - 1)) for l, pair in enumerate(alphas)])
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6) if pool == "token" else nn.Identity()
+        self.fc_norm = nn.LayerNorm(embed_dim, eps=1e-6) if pool == "mean" else nn.Identity()
+        self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
+        init_vit(self)
+
+    def embed(self, x):
+        grid = patch_grid(*x.shape[-2:], self.patch_embed.patch_size)
+        x = self.patch_embed(x)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
+        return x + resize_pos_embed(self.pos_embed, self.grid, grid)
 
     def forward(self, x):
         """Images (B, C, Y, X) -> logits (B, num_classes)."""
@@ -300,20 +310,19 @@ class ViT(nn.Module):
         return self.head(self.fc_norm(x))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# self-distillation and dense features (paper 1)
-
 class DINOHead(nn.Module):
     """DINO's projection head (Caron et al. 2021): features (B, D) -> logits (B, K).
 
-    Linear, GELU, Linear, GELU, Linear to `bottleneck_dim`, L2 normalisation, then a linear layer without bias whose rows have norm g ("weight norm").
-    norm_last_layer holds every g at 1, so logits are cosines; else g is learned from 1.
-    """
+    Three linear layers with GELU between, L2 normalisation, and a linear layer whose rows have norm g.
+    norm_last_layer holds every g at 1, so that logits are cosines; else g is learned from 1."""
 
     def __init__(self, in_dim, out_dim=65536, hidden_dim=2048, bottleneck_dim=256, norm_last_layer=True):
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(in_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, bottleneck_dim))
-        self.last_layer = nn.utils.parametrizations.weight_norm(nn.Linear(bottleneck_dim, out_dim, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(in_dim, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, hidden_dim), nn.GELU(),
+            nn.Linear(hidden_dim, bottleneck_dim))
+        last = nn.Linear(bottleneck_dim, out_dim, bias=False)
+        self.last_layer = nn.utils.parametrizations.weight_norm(last)
         for layer in self.mlp[::2]:
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
@@ -322,14 +331,15 @@ class DINOHead(nn.Module):
         g.requires_grad_(not norm_last_layer)
 
     def forward(self, x):
-        return self.last_layer(F.normalize(self.mlp(x).float(), dim=-1))       # float32: a squared half overflows
+        x = F.normalize(self.mlp(x).float(), dim=-1)            # float32: a squared half overflows
+        return self.last_layer(x)
 
 
 class DINO(nn.Module):
-    """Student or teacher of self-distillation: a ViT without classes, its head, and `center` (1, K), the running mean of the teacher's logits.
+    """Student or teacher of self-distillation: a ViT without classes and its head.
 
-    head: keyword arguments of `DINOHead`; the others are those of `ViT`. The centre is the teacher's; the student's stays 0.
-    """
+    head: keyword arguments of `DINOHead`; the others are `ViT`'s.
+    center (1, K): the running mean of the teacher's logits; the student's stays 0."""
 
     def __init__(self, head=None, **backbone):
         super().__init__()
@@ -338,35 +348,36 @@ class DINO(nn.Module):
         self.register_buffer("center", torch.zeros(1, self.head.last_layer.out_features))
 
     def forward(self, crops):
-        """Crops, a list of V image batches (B, C, S_v, S_v) -> (logits (V, B, K), features (V, B, D) after the final norm).
+        """Crops, a list of V image batches (B, C, S_v, S_v) -> (logits (V, B, K), features (V, B, D)).
 
-        Neighbours of equal size go through the backbone together, and all through the head together.
-        """
-        groups = [torch.cat(list(group)) for _, group in itertools.groupby(crops, key=lambda crop: crop.shape[-2:])]
-        features = torch.cat([self.backbone(group) for group in groups])
-        return self.head(features).unflatten(0, (len(crops), -1)), features.unflatten(0, (len(crops), -1))
+        Neighbours of equal size go through the backbone together, and all through the head together."""
+        groups = itertools.groupby(crops, key=lambda crop: crop.shape[-2:])
+        features = torch.cat([self.backbone(torch.cat(list(group))) for _, group in groups])
+        views = len(crops), -1
+        return self.head(features).unflatten(0, views), features.unflatten(0, views)
 
 
 def patch_tokens(net, x, layers, feature="token", norm=True):
-    """Images (B, C, Y, X) -> a list of (B, N, D), the patch tokens at each of `layers` (1 .. depth: after that block; 0: the embedding), prefix left out.
+    """Images (B, C, Y, X) -> a list of (B, N, D), the patch tokens at each of `layers`, prefix left out.
 
-    feature "token": the tokens themselves, through the final LayerNorm where the net has one and norm is true, as DINO takes its intermediate layers.
+    Layer l is after block l, layer 0 the embedding; no block runs after the last that is needed.
+    feature "token": the tokens, through the final LayerNorm where the net has one and `norm` is true.
     "query", "key", "value": what the attention of block l computes from its input, heads side by side.
-    Only the blocks that are needed run. Raises ValueError for a layer that is not there, or an unknown feature.
-    """
+    Raises ValueError for a layer that is not there, or an unknown feature."""
     kinds = ("query", "key", "value")
     if feature not in ("token", *kinds):
         raise ValueError(f"feature {feature!r} is unknown: use token, {', '.join(kinds)}")
     depth, first = len(net.blocks), 0 if feature == "token" else 1
     if not layers or min(layers) < first or max(layers) > depth:
-        raise ValueError(f"layers {' '.join(map(str, layers))} are not all within {first} .. {depth}, the {feature} layers of this net")
+        raise ValueError(f"layers {' '.join(map(str, layers))} are not all within {first} .. {depth}, "
+                         f"the {feature} layers of this net")
     final = getattr(net, "norm", None)
     final = final if norm and isinstance(final, nn.LayerNorm) else nn.Identity()
     found = {}
     for l, tokens in enumerate(net.layers(x)):
         if feature == "token" and l in layers:
             found[l] = final(tokens)
-        elif feature != "token" and l + 1 in layers:             # the tokens after block l are the input of block l + 1
+        elif feature != "token" and l + 1 in layers:            # what leaves block l enters block l + 1
             block = net.blocks[l]
             found[l + 1] = block.attn.qkv(block.norm1(tokens)).chunk(3, dim=-1)[kinds.index(feature)]
         if len(found) == len(set(layers)):
@@ -374,82 +385,109 @@ def patch_tokens(net, x, layers, feature="token", norm=True):
     return [found[l][:, net.prefix_tokens:] for l in layers]
 
 
+# -------------------------------------------------------------------------------------------------------
+# language model (paper 2)
+
 class LM(nn.Module):
-    """LLaMA-style decoder: RMSNorm, rotary positions, no biases, tied embeddings, causal SDPA, two-matrix exact-GELU MLP (paper 2).
+    """LLaMA-style decoder: RMSNorm, rotary positions, no biases, tied embeddings, exact GELU.
 
-    temperature_beta: attention scale tau_l / sqrt(d) with tau_l = beta ** -l, l from 0. attention_scale: "head" divides by sqrt(head_dim), as
-    usual; "model" by sqrt(embed_dim), as paper 2's formula reads when its d is the width. shift: see MLP.
-    The defaults have 194.48 M parameters, the paper's size. Raises ValueError for sizes that do not fit.
-    """
+    temperature_beta: attention is scaled by tau_l / sqrt(d), tau_l = beta ** -l, l from 0.
+    attention_scale "model": by tau_l / sqrt(D), as paper 2's formula reads if its d is the width.
+    shift: see `MLP`. The defaults have 194.48 M parameters, the paper's size.
+    Raises ValueError for sizes that do not fit."""
 
-    def __init__(self, vocab_size=32000, block_size=512, embed_dim=768, depth=24, num_heads=12, mlp_ratio=4.0, shortcut="residual",
-                 temperature_beta=1.0, alpha_min=1.0, attention_scale="head", shift=0.0):
+    def __init__(self, vocab_size=32000, block_size=512, embed_dim=768, depth=24, num_heads=12,
+                 mlp_ratio=4.0, shortcut="residual", temperature_beta=1.0, alpha_min=1.0,
+                 attention_scale="head", shift=0.0, alphas=None):
         super().__init__()
-        if attention_scale not in ("head", "model"):
-            raise ValueError(f"attention_scale {attention_scale!r} is unknown: use head or model")
-        if embed_dim % num_heads == 0 and embed_dim // num_heads % 2:
-            raise ValueError(f"heads of {embed_dim // num_heads} dimensions cannot be rotated in pairs: choose num_heads so that embed_dim / num_heads is even")
-        self.vocab_size, self.block_size, self.shortcut = vocab_size, block_size, shortcut
+        head_dim = embed_dim // num_heads
+        if embed_dim % num_heads == 0 and head_dim % 2:
+            raise ValueError(f"heads of {head_dim} dimensions cannot be rotated in pairs: "
+                             f"choose num_heads so that embed_dim / num_heads is even")
+        alphas = alphas_or_default(alphas, shortcut, depth, alpha_min)
+        scale = {"head": 1.0, "model": num_heads ** -0.5}[attention_scale]
+        self.vocab_size, self.block_size = vocab_size, block_size
         self.token_embed = nn.Embedding(vocab_size, embed_dim)
-        alphas = shortcut_weights(shortcut, depth, alpha_min)
-        scale = 1.0 if attention_scale == "head" else num_heads ** -0.5
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, alphas=(alphas[2 * l], alphas[2 * l + 1]), temperature=scale * temperature_beta ** -l,
-                  norm=nn.RMSNorm, bias=False, causal=True, shift=shift) for l in range(depth))
+            Block(embed_dim, num_heads, mlp_ratio, pair, scale * temperature_beta ** -l, norm=nn.RMSNorm,
+                  bias=False, causal=True, shift=shift) for l, pair in enumerate(alphas))
         self.norm = nn.RMSNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         self.head.weight = self.token_embed.weight
-        for name, table in zip(("cos", "sin"), rope_table(block_size, embed_dim // num_heads)):
+        for name, table in zip(("cos", "sin"), rope_table(block_size, head_dim)):
             self.register_buffer(name, table, persistent=False)
         init_lm(self)
 
     def rope(self, start, stop):
-        """(cos, sin) for the positions start .. stop - 1. Raises ValueError past the end of the context."""
+        """(cos, sin) of positions start .. stop - 1. Raises ValueError past the end of the context."""
         if stop > self.block_size:
-            raise ValueError(f"{stop} tokens do not fit the context of {self.block_size}: pass fewer, or build the model with a larger block_size")
+            raise ValueError(f"{stop} tokens do not fit the context of {self.block_size}: "
+                             f"pass fewer, or build the model with a larger block_size")
         return self.cos[start:stop], self.sin[start:stop]
 
-    def forward(self, tokens, cache=None):
-        """Tokens (B, N) -> logits (B, N, V) for the token that follows each.
-
-        cache: a list of one dict per block, empty at first; then only the new tokens are passed, and those before them come out of it."""
-        past = cache[0]["k"].shape[2] if cache and cache[0] else 0
-        rope = self.rope(past, past + tokens.shape[1])
+    def layers(self, tokens):
+        """Yields the states (B, N, D) after the embedding and after each block, not normalised."""
+        rope = self.rope(0, tokens.shape[1])
         x = self.token_embed(tokens)
-        for l, block in enumerate(self.blocks):
-            x = block(x, rope, None if cache is None else cache[l])
+        yield x
+        for block in self.blocks:
+            x = block(x, rope)
+            yield x
+
+    def forward(self, tokens):
+        """Tokens (B, N) -> logits (B, N, V) for the token that follows each."""
+        for x in self.layers(tokens):
+            pass
         return self.head(self.norm(x))
 
     @torch.no_grad()
     def generate(self, tokens, count, temperature=1.0, top_k=None, generator=None):
-        """Tokens (B, N) -> (B, N + count), drawn from softmax(logits / temperature) of the top_k likeliest; temperature 0 takes the likeliest.
+        """Tokens (B, N) -> (B, N + count), from softmax(logits / temperature) of the top_k likeliest.
 
-        Keys and values are cached while the text fits the context; past it, each token sees the last block_size tokens."""
-        cache = [{} for _ in self.blocks]
-        new = tokens
+        temperature 0 takes the likeliest. Past the context, each token sees the block_size before it."""
+        cache, new = [None] * len(self.blocks), tokens
         for _ in range(count):
-            if tokens.shape[1] > self.block_size:                # positions shift with the window, so cached keys are of no more use
-                cache, new = None, tokens[:, -self.block_size:]
-            logits = self(new, cache)[:, -1].float()
+            if tokens.shape[1] <= self.block_size:
+                logits = self.forward_cached(new, cache)[:, -1].float()
+            else:                             # positions shift with the window, so cached keys are void
+                logits = self(tokens[:, -self.block_size:])[:, -1].float()
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:
-                if top_k and top_k < logits.shape[-1]:
+                if top_k and top_k < self.vocab_size:
                     logits[logits < logits.topk(top_k).values[:, -1:]] = -math.inf
                 new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, new], dim=1)
         return tokens
 
+    def forward_cached(self, tokens, cache):
+        """`forward` for a text (B, N), and after it for one token (B, 1) at a time.
 
-# ---------------------------------------------------------------------------------------------------------------------
-# generative representation learning (paper 3)
+        cache: a list with the (keys, values) of each block, None at first. It is extended in place."""
+        past = cache[0][0].shape[2] if cache[0] else 0
+        rope = self.rope(past, past + tokens.shape[1])
+        x = self.token_embed(tokens)
+        for l, block in enumerate(self.blocks):
+            q, k, v = block.attn.heads(block.norm1(x), rope)
+            if past:
+                k, v = torch.cat([cache[l][0], k], dim=2), torch.cat([cache[l][1], v], dim=2)
+            cache[l] = k, v
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=not past, scale=block.attn.scale)
+            x = block.join(0, x, block.attn.merge_heads(mixed))
+            x = block.join(1, x, block.mlp(block.norm2(x)))
+        return self.head(self.norm(x))
+
+
+# -------------------------------------------------------------------------------------------------------
+# masked autoencoder (paper 3)
 
 def sincos_pos_embed(dim, rows, cols):
-    """Fixed 2-D position embedding (rows * cols, D): the first half of the channels encodes the column, the second the row (MAE's order).
+    """Fixed 2-D positions (rows * cols, D): the column, then the row, in half of the channels each.
 
-    Each half is [sin(p w_i), cos(p w_i)], w_i = 10000 ** (-i / (D / 4)), i = 0 .. D/4 - 1. Raises ValueError where D is no multiple of 4."""
+    Either half is [sin(p w_i), cos(p w_i)], w_i = 10000 ** (-i / (D / 4)), i = 0 .. D/4 - 1 (as in MAE).
+    Raises ValueError where D is no multiple of 4."""
     if dim % 4:
-        raise ValueError(f"a 2-D sin-cos position embedding needs a width that 4 divides, not {dim}: change it")
+        raise ValueError(f"2-D sin-cos positions need a width that 4 divides, not {dim}: change it")
     omega = 10000.0 ** (-torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
     row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
     angles = [p.flatten()[:, None] * omega for p in (col, row)]
@@ -457,7 +495,7 @@ def sincos_pos_embed(dim, rows, cols):
 
 
 def patchify(x, patch_size):
-    """Images (B, C, Y, X) -> patches (B, N, p * p * C), row by row, channels last within a patch (MAE's pixel order)."""
+    """Images (B, C, Y, X) -> patches (B, N, p * p * C), row by row; channels last, as in MAE."""
     B, C, Y, X = x.shape
     p = patch_size
     return x.reshape(B, C, Y // p, p, X // p, p).permute(0, 2, 4, 3, 5, 1).reshape(B, -1, p * p * C)
@@ -466,32 +504,35 @@ def patchify(x, patch_size):
 def unpatchify(patches, patch_size, rows, cols):
     """The inverse of `patchify`: (B, rows * cols, p * p * C) -> (B, C, rows * p, cols * p)."""
     p = patch_size
-    x = patches.unflatten(2, (p, p, -1)).unflatten(1, (rows, cols))                  # (B, rows, cols, p, p, C)
+    x = patches.unflatten(2, (p, p, -1)).unflatten(1, (rows, cols))     # (B, rows, cols, p, p, C)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
 def random_masking(noise, mask_ratio):
-    """noise (B, N), uniform -> (kept (B, n) patch indices, mask (B, N): 1 where removed, restore (B, N)), n = int(N (1 - mask_ratio)).
+    """noise (B, N), uniform -> (kept (B, n) patch indices, mask (B, N): 1 if removed, restore (B, N)).
 
-    The n smallest of each row are kept. `restore` undoes the shuffle: cat([kept tokens, others]).gather(1, restore) is in image order.
+    The n = int(N (1 - mask_ratio)) smallest of each row are kept. `restore` undoes the shuffle:
+    cat([kept tokens, others]).gather(1, restore) is in image order.
     Raises ValueError where nothing is kept or nothing removed."""
     N = noise.shape[1]
     n = int(N * (1 - mask_ratio))
     if not 0 < n < N:
-        raise ValueError(f"mask ratio {mask_ratio} keeps {n} of {N} patches: some must be kept and some removed, so change it or the patch size")
+        raise ValueError(f"mask ratio {mask_ratio} keeps {n} of {N} patches: some must be kept and some "
+                         f"removed, so change it or the patch size")
     shuffle = noise.argsort(dim=1)
     restore = shuffle.argsort(dim=1)
     return shuffle[:, :n], (restore >= n).to(noise.dtype), restore
 
 
 def unshuffle(tokens, mask_token, restore):
-    """Kept tokens (B, n, D), filled up with the mask token (1, 1, D) and brought into image order: (B, N, D)."""
+    """Kept tokens (B, n, D), filled up with the mask token (1, 1, D) -> (B, N, D) in image order."""
     filler = mask_token.expand(len(tokens), restore.shape[1] - tokens.shape[1], -1)
-    return torch.cat([tokens, filler], dim=1).gather(1, restore[:, :, None].expand(-1, -1, tokens.shape[2]))
+    index = restore[:, :, None].expand(-1, -1, tokens.shape[2])
+    return torch.cat([tokens, filler], dim=1).gather(1, index)
 
 
 class LongSkip(nn.Module):
-    """Encoder tokens into a decoder block (paper 3): unshuffled with a mask token of their own, concatenated, x + fc2(silu(fc1([skip, x]))), fc2 of zeros."""
+    """Encoder tokens into a decoder block (paper 3): x + fc2(silu(fc1([skip, x])))."""
 
     def __init__(self, encoder_dim, decoder_dim):
         super().__init__()
@@ -500,97 +541,77 @@ class LongSkip(nn.Module):
         self.fc2 = nn.Linear(decoder_dim, decoder_dim)
 
     def forward(self, x, skip, restore):
-        """x (B, 1 + N, decoder_dim), skip (B, 1 + n, encoder_dim), class tokens first -> (B, 1 + N, decoder_dim)."""
+        """x (B, 1 + N, decoder_dim), skip (B, 1 + n, encoder_dim), class tokens first -> like x."""
         skip = torch.cat([skip[:, :1], unshuffle(skip[:, 1:], self.mask_token, restore)], dim=1)
         return x + self.fc2(F.silu(self.fc1(torch.cat([skip, x], dim=2))))
 
 
-class MAE(nn.Module):
-    """Masked autoencoder (He et al. 2022) whose encoder's shortcuts decay (paper 3): x <- a x + f(x), a falling to alpha_min over 2 * depth sub-layers.
+class MAE(Encoder):
+    """Masked autoencoder (He et al. 2022) whose encoder's shortcuts decay (paper 3), not its decoder's.
 
-    long_skips: every second encoder block feeds one decoder block, the last first (`LongSkip`); the decoder then starts from its own class token
-    and positions, and all that it knows of the image comes through the skips. Without them: the usual decoder of embedded latents and mask tokens.
-    zero_init: the last weight of every branch, skip and of the pixel head starts at zero, so at step 0 a block is its shortcut alone.
-    encoder_norm: final LayerNorm of the encoder; None means only without long skips, as in the published nets.
-    shortcut, schedule, decay_on: see `shortcut_weights`; scaling: see `encoder_weights`; learn_alphas makes the weights parameters that start there.
-    A skipless encoder's branches never start at zero; give it an init with `init.init_skipless_vit`. Decoder blocks are residual.
-    MAE(alpha_min=1, long_skips=False, zero_init=False) is the original. norm_pix_loss: targets are normalised per patch.
-    Raises ValueError for sizes that do not fit.
-    """
-    prefix_tokens = 1
+    long_skips: every second encoder block feeds one decoder block, the last first (`LongSkip`). The
+    decoder then starts from its own class token and positions, and sees the image through the skips.
+    zero_init: see `init.init_mae`. norm_pix_loss: the targets are normalised patch by patch.
+    encoder_norm: a final LayerNorm; None: only without long skips, as in the published nets.
+    The original is MAE(alpha_min=1, long_skips=False, zero_init=False).
+    Raises ValueError for sizes that do not fit."""
 
-    def __init__(self, img_size=224, patch_size=16, in_chans=3, embed_dim=768, depth=12, num_heads=12, decoder_dim=512, decoder_depth=8, decoder_heads=16,
-                 alpha_min=1.0, long_skips=True, zero_init=True, mlp_ratio=4.0, shortcut="decayed", schedule="linear", decay_on="both", learn_alphas=False,
-                 scaling="none", encoder_norm=None, norm_pix_loss=True):
+    def __init__(self, img_size=224, patch_size=16, in_chans=3, embed_dim=768, depth=12, num_heads=12,
+                 decoder_dim=512, decoder_depth=8, decoder_heads=16, alpha_min=1.0, long_skips=True,
+                 zero_init=True, mlp_ratio=4.0, shortcut="decayed", encoder_norm=None,
+                 norm_pix_loss=True, alphas=None):
         super().__init__()
         if long_skips and (depth % 2 or decoder_depth < depth // 2):
-            raise ValueError(f"long skips pair every second of {depth} encoder blocks with one of {decoder_depth} decoder blocks: "
-                             f"make depth even and decoder_depth at least half of it, or leave the skips out")
-        alphas, gain = encoder_weights(shortcut, depth, alpha_min, schedule, decay_on, scaling, learn_alphas)
-        if decoder_dim % decoder_heads:
-            raise ValueError(f"decoder_dim {decoder_dim} is not divisible by decoder_heads {decoder_heads}: change one of them")
-        if decoder_dim % 4:
-            raise ValueError(f"decoder_dim {decoder_dim} is not divisible by 4, which its sin-cos positions need: change it")
-        self.grid, self.patch_size, self.shortcut, self.norm_pix_loss = check_patches(img_size, img_size, patch_size), patch_size, shortcut, norm_pix_loss
+            raise ValueError(f"long skips pair every second of {depth} encoder blocks with one of "
+                             f"{decoder_depth} decoder blocks: make depth even, decoder_depth half")
+        alphas = alphas_or_default(alphas, shortcut, depth, alpha_min)
+        encoder_norm = not long_skips if encoder_norm is None else encoder_norm
+        self.patch_size, self.norm_pix_loss = patch_size, norm_pix_loss
+        self.grid = patch_grid(img_size, img_size, patch_size)
+
+        def positions(dim):                                     # zeros for the class token
+            return F.pad(sincos_pos_embed(dim, *self.grid), (0, 0, 1, 0))[None]
+
         # encoder
         self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        self.register_buffer("pos_embed", F.pad(sincos_pos_embed(embed_dim, *self.grid), (0, 0, 1, 0))[None])         # zeros for the class token
-        self.blocks = nn.Sequential(*[Block(embed_dim, num_heads, mlp_ratio, alphas=tuple(alphas[2 * l:2 * l + 2]), gain=gain, learn_alphas=learn_alphas)
-                                      for l in range(depth)])
-        keep_norm = encoder_norm if encoder_norm is not None else not long_skips
-        self.norm = nn.LayerNorm(embed_dim, eps=1e-6) if keep_norm else nn.Identity()
+        self.register_buffer("pos_embed", positions(embed_dim))
+        self.blocks = nn.Sequential(*[Block(embed_dim, num_heads, mlp_ratio, pair) for pair in alphas])
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6) if encoder_norm else nn.Identity()
         # decoder
-        self.register_buffer("decoder_pos_embed", F.pad(sincos_pos_embed(decoder_dim, *self.grid), (0, 0, 1, 0))[None])
-        self.skips = nn.ModuleList(LongSkip(embed_dim, decoder_dim) for _ in range(depth // 2 if long_skips else 0))
+        self.register_buffer("decoder_pos_embed", positions(decoder_dim))
+        skips = depth // 2 if long_skips else 0
+        self.skips = nn.ModuleList(LongSkip(embed_dim, decoder_dim) for _ in range(skips))
         self.decoder_embed = nn.Linear(decoder_dim if long_skips else embed_dim, decoder_dim)
-        if long_skips:
-            self.decoder_cls_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
-        else:
-            self.mask_token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
-        self.decoder_blocks = nn.ModuleList(Block(decoder_dim, decoder_heads, mlp_ratio) for _ in range(decoder_depth))
+        token = nn.Parameter(torch.zeros(1, 1, decoder_dim))
+        self.register_parameter("decoder_cls_token" if long_skips else "mask_token", token)
+        self.decoder_blocks = nn.ModuleList(
+            Block(decoder_dim, decoder_heads, mlp_ratio) for _ in range(decoder_depth))
         self.decoder_norm = nn.LayerNorm(decoder_dim, eps=1e-6)
         self.decoder_pred = nn.Linear(decoder_dim, patch_size ** 2 * in_chans)
         init_mae(self, zero_init)
 
-    @property
-    def alpha_eff(self):
-        """Product of the encoder's shortcut weights: the share of the embedding that reaches the last block unchanged (0 without shortcuts)."""
-        return math.prod(float(getattr(a, "data", a)) for block in self.blocks for a in block.alphas)
-
     def embed(self, x, kept=None):
-        """Images (B, C, Y, X) -> tokens (B, 1 + N, D), class token first; with kept (B, n) only those patches."""
-        grid = check_patches(*x.shape[-2:], self.patch_size)
-        pos = resize_pos_embed(self.pos_embed, self.grid, grid)
+        """Images -> tokens (B, 1 + N, D); with kept (B, n), a tensor of patch indices, only those."""
+        pos = resize_pos_embed(self.pos_embed, self.grid, patch_grid(*x.shape[-2:], self.patch_size))
         x = self.patch_embed(x) + pos[:, 1:]
         if kept is not None:
             x = x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
         return torch.cat([(self.cls_token + pos[:, :1]).expand(len(x), -1, -1), x], dim=1)
 
-    def layers(self, x, kept=None):
-        """Yields the tokens (B, 1 + N, D) of images after the embedding and after each block, the final norm left out; all patches unless `kept` (B, n)."""
-        x = self.embed(x, kept)
-        yield x
-        for block in self.blocks:
-            x = block(x)
-            yield x
-
-    def forward_features(self, x):
-        """Images -> tokens (B, 1 + N, D) of the whole image after the last block and the final norm, where there is one."""
-        return self.norm(self.blocks(self.embed(x)))
-
     def decode(self, states, restore, grid):
-        """Encoder tokens of the kept patches after the embedding and each block (a list), restore (B, N) and the image's grid of patches
-        (rows, columns) -> predicted patches (B, N, p * p * C)."""
+        """Kept tokens after the embedding and each block, a list -> predicted patches (B, N, p * p * C).
+
+        restore (B, N): see `random_masking`. grid: (rows, columns) of the image's patches."""
         pos = resize_pos_embed(self.decoder_pos_embed, self.grid, grid)
         last = self.norm(states[-1])
-        if self.skips:
-            x = torch.cat([self.decoder_cls_token[0], pos[0, 1:]])                    # the same for all images, so without a batch
+        if self.skips:                                          # equal for all images
+            x = torch.cat([self.decoder_cls_token[0], pos[0, 1:]])
             x = self.decoder_embed(x).expand(len(restore), -1, -1)
         else:
             x = self.decoder_embed(last)
             x = torch.cat([x[:, :1], unshuffle(x[:, 1:], self.mask_token, restore)], dim=1) + pos
-        sources = [last, *states[-3::-2]]                        # after the last block, the last but two, ...: one per skip, then none
+        sources = [last, *states[-3::-2]]                       # after the last block, the last but two
         for i, block in enumerate(self.decoder_blocks):
             if i < len(self.skips):
                 x = self.skips[i](x, sources[i], restore)
@@ -598,57 +619,95 @@ class MAE(nn.Module):
         return self.decoder_pred(self.decoder_norm(x))[:, 1:]
 
     def patch_statistics(self, target):
-        """(mean, std) of each target patch (B, N, p * p * C), each (B, N, 1): unbiased variance, eps 1e-6; (0, 1) without norm_pix_loss."""
+        """(mean, std), each (B, N, 1), of patches (B, N, p * p * C); (0, 1) without norm_pix_loss."""
         if not self.norm_pix_loss:
             return torch.zeros_like(target[..., :1]), torch.ones_like(target[..., :1])
         return target.mean(-1, keepdim=True), (target.var(-1, keepdim=True) + 1e-6).sqrt()
 
     def forward(self, x, mask_ratio=0.75, noise=None):
-        """Images (B, C, Y, X) -> (loss, prediction (B, N, p * p * C), mask (B, N), 1 where a patch was removed).
+        """Images (B, C, Y, X) -> (loss, prediction (B, N, p * p * C), mask (B, N): 1 where removed).
 
-        loss: squared error of the (normalised) pixels, mean over the pixels of the removed patches only. noise (B, N) uniform decides which
-        are removed (`random_masking`); None draws it. Raises ValueError for a mask ratio that keeps or removes nothing."""
-        grid = check_patches(*x.shape[-2:], self.patch_size)
+        loss: mean squared error of the pixels in removed patches. noise (B, N), uniform, decides which
+        they are (`random_masking`); None draws it."""
+        grid = patch_grid(*x.shape[-2:], self.patch_size)
         if noise is None:
             noise = torch.rand(len(x), math.prod(grid), device=x.device)
         kept, mask, restore = random_masking(noise, mask_ratio)
         prediction = self.decode(list(self.layers(x, kept)), restore, grid)
         target = patchify(x, self.patch_size)
         mean, std = self.patch_statistics(target)
-        error = (prediction.float() - (target - mean) / std).square().mean(-1)       # float32: half precision overflows late in long runs
+        # float32: half precision overflows late in long runs
+        error = (prediction.float() - (target - mean) / std).square().mean(-1)
         return (error * mask).sum() / mask.sum(), prediction, mask
 
     @torch.no_grad()
     def reconstruct(self, x, mask_ratio=0.75, noise=None):
-        """Images -> (masked, reconstruction), each (B, C, Y, X): the removed patches grey (0), or as predicted, brought back to pixels
-        with the true mean and std of each patch, which the net does not predict; kept patches as they are."""
+        """Images -> (masked, reconstruction), each (B, C, Y, X): removed patches are 0, or as predicted.
+
+        The net does not predict a patch's mean and std, so a prediction takes the true ones."""
         _, prediction, mask = self(x, mask_ratio, noise)
         target, mask = patchify(x, self.patch_size), mask[:, :, None]
         mean, std = self.patch_statistics(target)
-        grid = check_patches(*x.shape[-2:], self.patch_size)
-        return [unpatchify(target * (1 - mask) + fill * mask, self.patch_size, *grid) for fill in (torch.zeros_like(target), prediction.float() * std + mean)]
+        grid = patch_grid(*x.shape[-2:], self.patch_size)
+        fillers = torch.zeros_like(target), prediction.float() * std + mean
+        return [unpatchify(target * (1 - mask) + f * mask, self.patch_size, *grid) for f in fillers]
 
 
-SIT_SIZES = {                                                    # parameters with latents 4 x 32 x 32, patch 2, 1000 classes
-    "nano": dict(embed_dim=128, depth=8, num_heads=4),           # 2.6 M
-    "S": dict(embed_dim=384, depth=12, num_heads=6),             # 33 M
-    "B": dict(embed_dim=768, depth=12, num_heads=12),            # 130 M
-    "L": dict(embed_dim=1024, depth=24, num_heads=16),           # 458 M
-    "XL": dict(embed_dim=1152, depth=28, num_heads=16),          # 675 M
+# -------------------------------------------------------------------------------------------------------
+# flow matching (paper 3)
+
+SIT_SIZES = {                                                   # parameters at 4 x 32 x 32, patch 2
+    "nano": dict(embed_dim=128, depth=8, num_heads=4),          # 2.6 M
+    "S": dict(embed_dim=384, depth=12, num_heads=6),            # 33 M
+    "B": dict(embed_dim=768, depth=12, num_heads=12),           # 130 M
+    "L": dict(embed_dim=1024, depth=24, num_heads=16),          # 458 M
+    "XL": dict(embed_dim=1152, depth=28, num_heads=16),         # 675 M
 }
 UVIT_SIZES = {
-    "nano": dict(embed_dim=128, depth=8, num_heads=4),           # 2.1 M
-    "S": dict(embed_dim=512, depth=12, num_heads=8),             # 45 M
-    "M": dict(embed_dim=768, depth=16, num_heads=12),            # 131 M
-    "L": dict(embed_dim=1024, depth=20, num_heads=16),           # 287 M
-    "H": dict(embed_dim=1152, depth=28, num_heads=16),           # 501 M
+    "nano": dict(embed_dim=128, depth=8, num_heads=4),          # 2.1 M
+    "S": dict(embed_dim=512, depth=12, num_heads=8),            # 45 M
+    "M": dict(embed_dim=768, depth=16, num_heads=12),           # 131 M
+    "L": dict(embed_dim=1024, depth=20, num_heads=16),          # 287 M
+    "H": dict(embed_dim=1152, depth=28, num_heads=16),          # 501 M
 }
+PATHS = ("linear", "gvp")
+
+
+def path_coefficients(path, t):
+    """(alpha, sigma, alpha', sigma') at times t, a tensor. Raises ValueError for an unknown path.
+
+        x_t = alpha(t) x_1 + sigma(t) x_0       x_1 data, x_0 noise N(0, I), t from 0 (noise) to 1 (data)
+        v_t = alpha'(t) x_1 + sigma'(t) x_0     the velocity, what the net predicts
+
+        linear   alpha = t               sigma = 1 - t
+        gvp      alpha = sin(pi t / 2)   sigma = cos(pi t / 2)     alpha^2 + sigma^2 = 1
+    """
+    if path == "linear":
+        return t, 1 - t, torch.ones_like(t), -torch.ones_like(t)
+    if path == "gvp":
+        angle, rate = t * (math.pi / 2), math.pi / 2
+        return angle.sin(), angle.cos(), rate * angle.cos(), -rate * angle.sin()
+    raise ValueError(f"path {path!r} is unknown: use {' or '.join(PATHS)}")
+
+
+def guided(velocity, null_label, scale):
+    """Classifier-free guidance, v(null) + scale (v(y) - v(null)), in one pass of twice the batch.
+
+    velocity: a function (x (B, ...), t (B,), y (B,)) -> (B, ...), as is the result."""
+    if scale == 1:
+        return velocity
+
+    def guided_velocity(x, t, y):
+        labels = torch.cat([y, torch.full_like(y, null_label)])
+        conditional, unconditional = velocity(torch.cat([x, x]), torch.cat([t, t]), labels).chunk(2)
+        return unconditional + scale * (conditional - unconditional)
+    return guided_velocity
 
 
 def timestep_features(t, dim):
-    """t (B,) -> (B, dim): cos(t w_i), sin(t w_i), w_i = 10000 ** (-i / (dim / 2)), i = 0 .. dim/2 - 1, in float32 whatever the model's type."""
-    omega = torch.exp(-math.log(10000.0) / (dim // 2) * torch.arange(dim // 2, device=t.device, dtype=torch.float32))
-    angle = t.float()[:, None] * omega
+    """t (B,) -> float32 (B, 2n): cos(t w_i), then sin(t w_i), w_i = 10000 ** (-i / n), i < n."""
+    index = torch.arange(dim // 2, device=t.device, dtype=torch.float32)
+    angle = t.float()[:, None] * torch.exp(-math.log(10000.0) / (dim // 2) * index)
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
 
@@ -657,15 +716,50 @@ def modulate(x, shift, scale):
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
+class FlowNet(nn.Module):
+    """SiT or UViT: (x_t (B, C, Y, X), t (B,) in [0, 1], y (B,) int64) -> velocity (B, C, Y, X).
+
+    y = num_classes is the null label, which guidance needs. drop (B,) bool gives it to those samples;
+    the train loop draws it, with probability `label_dropout`: nothing is random in here."""
+
+    def __init__(self, input_size, patch_size, in_chans, num_classes, embed_dim, label_dropout):
+        super().__init__()
+        self.input_size, self.patch_size = input_size, patch_size
+        self.num_classes, self.label_dropout = num_classes, label_dropout
+        self.grid = patch_grid(input_size, input_size, patch_size)
+        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+
+    alpha_eff = Encoder.alpha_eff
+
+    def embed_patches(self, x):
+        if x.shape[-1] != self.input_size or x.shape[-2] != self.input_size:
+            raise ValueError(f"the model was built for {self.input_size} x {self.input_size} inputs, "
+                             f"not {x.shape[-2]} x {x.shape[-1]}: build it with that input_size")
+        return self.patch_embed(x)
+
+    def embed_labels(self, y, drop):
+        return self.label_embed(y if drop is None else torch.where(drop, self.num_classes, y))
+
+    def through_blocks(self, x, *condition):
+        """Yields x and the tokens after each block. A long skip takes in those of the mirrored block."""
+        yield x
+        saved = []
+        for l, block in enumerate(self.blocks):
+            x = block(x, *condition, skip=saved.pop() if block.skip is not None else None)
+            if l < len(self.blocks) // 2:
+                saved.append(x)
+            yield x
+
+
 class SiTBlock(Block):
-    """DiT's adaLN-Zero block with a weight on its shortcut: x <- a x + gate(c) * f(norm(x) modulated by c), f attention, then MLP.
+    """DiT's adaLN-Zero block with weighted shortcuts: x <- a x + gate * f(norm(x), scaled and shifted).
 
-    gate, shift and scale are a linear function of the condition c (B, D) that starts at zero, so at step 0 a block is its shortcut alone.
-    skip: a Linear through which the mirrored encoder block's tokens are added to x before the block.
-    """
+    gate, scale and shift are linear in the condition c (B, D) and 0 at first, which leaves the shortcut.
+    skip: before the block, x <- x + Linear(tokens of the mirrored block)."""
 
-    def __init__(self, dim, num_heads, mlp_ratio, alphas, skip=False):
-        super().__init__(dim, num_heads, mlp_ratio, alphas, norm=partial(nn.LayerNorm, elementwise_affine=False), gelu="tanh")
+    def __init__(self, dim, num_heads, mlp_ratio, alphas, skip):
+        super().__init__(dim, num_heads, mlp_ratio, alphas, act=partial(F.gelu, approximate="tanh"),
+                         norm=partial(nn.LayerNorm, elementwise_affine=False))
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.skip = nn.Linear(dim, dim) if skip else None
 
@@ -673,94 +767,61 @@ class SiTBlock(Block):
         if self.skip is not None:
             x = x + self.skip(skip)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c).chunk(6, dim=1)
-        x = self.join(self.alphas[0], x, gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1)))
-        return self.join(self.alphas[1], x, gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2)))
-
-
-class FlowNet(nn.Module):
-    """What SiT and UViT share: (x_t (B, C, Y, X), t (B,) in [0, 1], y (B,) int64) -> velocity (B, C, Y, X).
-
-    y = num_classes is the null class, "no label", that guidance needs; drop (B,) bool makes the labels of those samples null. Which to drop the train
-    loop decides, with probability `label_dropout`: nothing is random in here.
-    """
-
-    @property
-    def alpha_eff(self):
-        """Product of all shortcut weights: the share of the embedding that reaches the last block unchanged."""
-        return math.prod(a for block in self.blocks for a in block.alphas)
-
-    def labels(self, y, drop):
-        return y if drop is None else torch.where(drop, self.num_classes, y)
-
-    def check_size(self, x):
-        if x.shape[-2:] != (self.input_size, self.input_size):
-            raise ValueError(f"the model was built for {self.input_size} x {self.input_size} inputs, not {x.shape[-2]} x {x.shape[-1]}: build it with that input_size")
+        x = self.join(0, x, gate1[:, None] * self.attn(modulate(self.norm1(x), shift1, scale1)))
+        return self.join(1, x, gate2[:, None] * self.mlp(modulate(self.norm2(x), shift2, scale2)))
 
 
 class SiT(FlowNet):
-    """Scalable interpolant transformer (Ma et al. 2024): DiT's blocks, velocity prediction; decayed shortcuts and long skips as in paper 3.
+    """Scalable interpolant transformer (Ma et al. 2024): DiT's blocks, velocity prediction, t unscaled.
 
-    The shortcuts fall from 1 to alpha_min through the last block (see `shortcut_weights`); the first half of the blocks is the encoder, the second the decoder.
-    long_skips: decoder block i adds Linear(tokens after the mirrored encoder block), last in first out, to x before the block.
-    learn_sigma: the head has twice the channels and the second half is dropped, as in the released nets. t is embedded unscaled.
-    Raises ValueError for sizes that do not fit, and where a shortcut weight is 0: gates that start at zero would leave no signal to learn from.
-    """
-    prefix_tokens = 0                                            # every token is a patch
+    Paper 3 adds decayed shortcuts, and long_skips from the first half of the blocks to the second.
+    Raises ValueError for sizes that do not fit, and where a shortcut weight is 0."""
+    prefix_tokens = 0                                           # every token is a patch
 
-    def __init__(self, input_size=32, patch_size=2, in_chans=4, num_classes=1000, embed_dim=1152, depth=28, num_heads=16, alpha_min=1.0, long_skips=False,
-                 label_dropout=0.1, mlp_ratio=4.0, learn_sigma=False, shortcut="decayed", schedule="linear", decay_on="both"):
-        super().__init__()
+    def __init__(self, input_size=32, patch_size=2, in_chans=4, num_classes=1000, embed_dim=1152,
+                 depth=28, num_heads=16, alpha_min=1.0, long_skips=False, label_dropout=0.1,
+                 mlp_ratio=4.0, shortcut="decayed", alphas=None):
+        super().__init__(input_size, patch_size, in_chans, num_classes, embed_dim, label_dropout)
         if long_skips and depth % 2:
-            raise ValueError(f"long skips pair the first half of the blocks with the second, and depth {depth} has no half: make it even")
-        alphas = shortcut_weights(shortcut, depth, alpha_min, schedule, decay_on)
-        if 0 in alphas:
-            raise ValueError("SiT's gates start at zero, so with a shortcut of weight 0 nothing passes and nothing is learned: use shortcut decayed, alpha_min above 0")
-        self.input_size, self.patch_size, self.num_classes, self.label_dropout = input_size, patch_size, num_classes, label_dropout
-        self.grid, self.shortcut, self.learn_sigma = check_patches(input_size, input_size, patch_size), shortcut, learn_sigma
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
-        self.register_buffer("pos_embed", sincos_pos_embed(embed_dim, *self.grid)[None], persistent=False)
-        self.time_embed = nn.Sequential(nn.Linear(256, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
+            raise ValueError(f"long skips pair two halves, and depth {depth} is odd: make it even")
+        alphas = alphas_or_default(alphas, shortcut, depth, alpha_min)
+        if effective_alpha(alphas) == 0:
+            raise ValueError("SiT's gates start at zero, so with a shortcut of weight 0 nothing passes "
+                             "and nothing is learned: use shortcut decayed, alpha_min above 0")
+        pos = sincos_pos_embed(embed_dim, *self.grid)[None]
+        self.register_buffer("pos_embed", pos, persistent=False)
+        self.time_embed = nn.Sequential(
+            nn.Linear(256, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
         self.label_embed = nn.Embedding(num_classes + 1, embed_dim)
-        self.blocks = nn.ModuleList(SiTBlock(embed_dim, num_heads, mlp_ratio, tuple(alphas[2 * l:2 * l + 2]), skip=long_skips and l >= depth // 2)
-                                    for l in range(depth))
+        self.blocks = nn.ModuleList(
+            SiTBlock(embed_dim, num_heads, mlp_ratio, pair, long_skips and l >= depth // 2)
+            for l, pair in enumerate(alphas))
         self.norm = nn.LayerNorm(embed_dim, elementwise_affine=False, eps=1e-6)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(embed_dim, 2 * embed_dim))
-        self.head = nn.Linear(embed_dim, patch_size ** 2 * in_chans * (1 + learn_sigma))
+        self.head = nn.Linear(embed_dim, patch_size ** 2 * in_chans)
         init_sit(self)
 
     def condition(self, t, y, drop=None):
         """(B, D): the sum of the time's and the label's embedding."""
-        return self.time_embed(timestep_features(t, 256).to(self.head.weight.dtype)) + self.label_embed(self.labels(y, drop))
-
-    def run(self, x, c):
-        """Yields the tokens (B, N, D) after the embedding and after each block."""
-        self.check_size(x)
-        x = self.patch_embed(x) + self.pos_embed
-        yield x
-        skips = []
-        for l, block in enumerate(self.blocks):
-            x = block(x, c, skips.pop() if block.skip is not None else None)
-            if l < len(self.blocks) // 2:
-                skips.append(x)
-            yield x
+        time = timestep_features(t, 256).to(self.head.weight.dtype)
+        return self.time_embed(time) + self.embed_labels(y, drop)
 
     def layers(self, x, t, y):
-        """Yields the tokens (B, N, D) after the embedding and after each block, the final norm left out: what `probe.py` looks at."""
-        return self.run(x, self.condition(t, y))
+        """Yields the tokens (B, N, D) after the embedding and after each block, not normalised."""
+        return self.through_blocks(self.embed_patches(x) + self.pos_embed, self.condition(t, y))
 
     def forward(self, x, t, y, drop=None):
         c = self.condition(t, y, drop)
-        for x in self.run(x, c):
+        for x in self.through_blocks(self.embed_patches(x) + self.pos_embed, c):
             pass
         x = self.head(modulate(self.norm(x), *self.modulation(c).chunk(2, dim=1)))
-        x = unpatchify(x, self.patch_size, *self.grid)
-        return x.chunk(2, dim=1)[0] if self.learn_sigma else x
+        return unpatchify(x, self.patch_size, *self.grid)
 
 
 class UViTBlock(Block):
     """A plain block; skip: before it, x <- Linear([x, tokens of the mirrored block])."""
 
-    def __init__(self, dim, num_heads, mlp_ratio, alphas, qkv_bias, skip=False):
+    def __init__(self, dim, num_heads, mlp_ratio, alphas, qkv_bias, skip):
         super().__init__(dim, num_heads, mlp_ratio, alphas, eps=1e-5, qkv_bias=qkv_bias)
         self.skip = nn.Linear(2 * dim, dim) if skip else None
 
@@ -769,49 +830,41 @@ class UViTBlock(Block):
 
 
 class UViT(FlowNet):
-    """U-ViT (Bao et al. 2023): time and label are tokens before the patches, positions are learned, depth/2 in-blocks, one in the middle and depth/2 out-blocks,
-    each of which takes the mirrored in-block's tokens in by concatenation (without long_skips: none does); a final 3 x 3 convolution smooths the patches' seams.
+    """U-ViT (Bao et al. 2023): label and time (1000 t) are tokens, positions are learned.
 
-    The shortcuts fall from 1 to alpha_min up to the last out-block, over 2 (depth + 1) sub-layers (paper 3). zero_init: attn.proj and mlp.fc2 start at zero, which
-    U-ViT itself does not do and a small alpha_min needs. The published net sees a time that counts 1 to 1000, so t is multiplied by 1000 before its sinusoids.
-    Raises ValueError for sizes that do not fit, and for zero_init where a shortcut weight is 0.
-    """
-    prefix_tokens = 2                                            # label, time
+    depth/2 in-blocks, one in the middle, depth/2 out-blocks that take in the mirrored ones' tokens
+    (long_skips); a last 3 x 3 convolution smooths the seams. Shortcuts decay over all depth + 1 blocks.
+    zero_init: see `init.init_uvit`; U-ViT itself has none, and a small alpha_min needs it.
+    Raises ValueError for sizes that do not fit, and for zero_init where a shortcut weight is 0."""
+    prefix_tokens = 2                                           # label, time
 
-    def __init__(self, input_size=32, patch_size=2, in_chans=4, num_classes=1000, embed_dim=512, depth=12, num_heads=8, alpha_min=1.0, long_skips=True,
-                 zero_init=True, label_dropout=0.1, mlp_ratio=4.0, qkv_bias=False, shortcut="decayed", schedule="linear", decay_on="both"):
-        super().__init__()
+    def __init__(self, input_size=32, patch_size=2, in_chans=4, num_classes=1000, embed_dim=512,
+                 depth=12, num_heads=8, alpha_min=1.0, long_skips=True, zero_init=True,
+                 label_dropout=0.1, mlp_ratio=4.0, qkv_bias=False, shortcut="decayed", alphas=None):
+        super().__init__(input_size, patch_size, in_chans, num_classes, embed_dim, label_dropout)
         if depth % 2:
-            raise ValueError(f"U-ViT has depth/2 blocks on either side of the middle one, and depth {depth} has no half: make it even")
-        if embed_dim % 2:
-            raise ValueError(f"the time's sinusoids come in pairs, so embed_dim {embed_dim} must be even")
-        alphas = shortcut_weights(shortcut, depth + 1, alpha_min, schedule, decay_on)
-        if zero_init and 0 in alphas:
-            raise ValueError("with zero_init and a shortcut of weight 0 nothing passes and nothing is learned: leave zero_init out, or use alpha_min above 0")
-        self.input_size, self.patch_size, self.num_classes, self.label_dropout = input_size, patch_size, num_classes, label_dropout
-        self.grid, self.shortcut = check_patches(input_size, input_size, patch_size), shortcut
-        self.patch_embed = PatchEmbed(patch_size, in_chans, embed_dim)
+            raise ValueError(f"U-ViT has depth/2 blocks on either side of one, and {depth} is odd: "
+                             f"make it even")
+        alphas = alphas_or_default(alphas, shortcut, depth + 1, alpha_min)
+        if zero_init and effective_alpha(alphas) == 0:
+            raise ValueError("with zero_init and a shortcut of weight 0 nothing passes and nothing is "
+                             "learned: leave zero_init out, or use alpha_min above 0")
+        tokens = self.prefix_tokens + math.prod(self.grid)
         self.label_embed = nn.Embedding(num_classes + 1, embed_dim)
-        self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix_tokens + self.grid[0] * self.grid[1], embed_dim))
-        self.blocks = nn.ModuleList(UViTBlock(embed_dim, num_heads, mlp_ratio, tuple(alphas[2 * l:2 * l + 2]), qkv_bias, skip=long_skips and l > depth // 2)
-                                    for l in range(depth + 1))
+        self.pos_embed = nn.Parameter(torch.zeros(1, tokens, embed_dim))
+        self.blocks = nn.ModuleList(
+            UViTBlock(embed_dim, num_heads, mlp_ratio, pair, qkv_bias, long_skips and l > depth // 2)
+            for l, pair in enumerate(alphas))
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, patch_size ** 2 * in_chans)
         self.smooth = nn.Conv2d(in_chans, in_chans, 3, padding=1)
         init_uvit(self, zero_init)
 
     def layers(self, x, t, y, drop=None):
-        """Yields the tokens (B, 2 + N, D) after the embedding and after each block, the final norm left out."""
-        self.check_size(x)
+        """Yields the tokens (B, 2 + N, D) after the embedding and after each block, not normalised."""
         time = timestep_features(1000 * t, self.pos_embed.shape[2]).to(x.dtype)
-        x = torch.cat([self.label_embed(self.labels(y, drop))[:, None], time[:, None], self.patch_embed(x)], dim=1) + self.pos_embed
-        yield x
-        skips = []
-        for l, block in enumerate(self.blocks):
-            x = block(x, skips.pop() if block.skip is not None else None)
-            if l < len(self.blocks) // 2:
-                skips.append(x)
-            yield x
+        tokens = [self.embed_labels(y, drop)[:, None], time[:, None], self.embed_patches(x)]
+        return self.through_blocks(torch.cat(tokens, dim=1) + self.pos_embed)
 
     def forward(self, x, t, y, drop=None):
         for x in self.layers(x, t, y, drop):
