@@ -257,7 +257,7 @@ def test_control_characters_are_shown_and_not_obeyed():
 
 
 def test_a_trained_net_writes_on_demand(tmp_path, story, capsys, monkeypatch):
-    """The same command with --sample finds the run's folder and draws as its log did. Nothing changes."""
+    """The same command with --sample finds the run and draws as its log did. Nothing changes."""
     monkeypatch.chdir(tmp_path)
     flags = [*TINY, "--data", str(story), "--skipless", "--set", "sample_tokens=30", "prompt=The\n"]
     train_lm.main(flags)
@@ -401,8 +401,9 @@ def test_isometry_drift_against_singular_values(ratio):
     ["--opt", "kl-shampoo", "--skipless", "--init", "paper", "--micro-batch", "2"],
     ["--opt", "muon", "--shortcut", "decayed", "--alpha-min", ".5"]], ids=lambda flags: flags[1])
 def test_resume_is_exact_for_every_optimizer(tmp_path, flags):
-    """Cut off after a save and started again: weights, optimizer and log are the whole run's, bitwise."""
-    whole, cut, flags = tmp_path / "whole", tmp_path / "cut", [*flags, "--ema", ".8", "--save-every", "3"]
+    """Cut off and started again: weights, optimizer and log are those of the whole run, to the bit."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    flags = [*flags, "--ema", ".8", "--save-every", "3"]
     train(whole, *flags)
     stop_at(train_lm.main, 5, command(cut, *flags))
     assert load(cut)["step"] == 4 and rows(cut)[-1]["step"] == 5
@@ -580,7 +581,6 @@ def test_two_compiled_processes_equal_one(tmp_path):
     (["--set", "tokenizer=klingon"], ["klingon", "bytes"]),
     (["--data", "nowhere/at/all"], ["--data", "nowhere/at/all"]),
     (["--block-size", "100000"], ["--block-size 100000"]),
-    (["--preset", "paper", "--data", ""], ["--data"]),
     (["--steps", "0"], ["--steps"]),
     (["--num-heads", "2"], ["--num-heads", "--set num_heads"]),
 ], ids=lambda value: " ".join(value) if value[0].startswith("--") else "")
