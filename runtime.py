@@ -385,7 +385,7 @@ UNTOUCHED = (
     "preset", "device", "dtype", "compile", "workers", "threads", "out", "resume", "allow_change",
     "wandb", "log_every", "eval_every", "save_every", "save_best", "keep_every", "micro_batch", "data",
     "model", "alpha_eff", "knn_every", "knn_images", "samples", "sample_steps", "cfg_scale",
-    "sample_tokens", "prompt", "eval_tokens")
+    "sample", "sample_tokens", "prompt", "eval_tokens")
 CHANGEABLE = (
     "lr", "min_lr", "lr_schedule", "epochs", "steps", "warmup", "clip", "ema", "ema_warmup", "augment",
     "mixup", "cutmix", "label_smoothing", "flip", "weight_decay_end", "momentum", "teacher_temp",

@@ -228,7 +228,7 @@ def main(argv=None):
     counts = images.train.labels.bincount(minlength=len(images.classes)).tolist()
     facts = dict(data.facts(images), class_counts=counts, latents=latents, model=options)
     step = run.begin(facts, steps, raw, ema, optimizer)
-    run.banner(data.describe(images) + ", latents: no samples.png" * latents,
+    run.banner(data.describe_images(images) + ", latents: no samples.png" * latents,
                f"{args.backbone}, {runtime.millions(raw)}, {args.shortcut}, "
                f"alpha_min {args.alpha_min:.3g}, alpha_eff {raw.alpha_eff:.2e}, "
                f"{'long skips' if args.long_skips else 'no long skips'}",
