@@ -393,6 +393,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     Raises ValueError for an option out of range and for parameters that are no matrices."""
 
     any_rank = False                                        # or matrices (out, rest) only
+    constraint = None                                       # restores what this rank has moved
     seed_moves_nothing = True                               # the first gradient makes the state, no more
     stack_size = {"cpu": 2 ** 19, "cuda": 2 ** 24}          # numbers that keep the device busy
 
@@ -467,6 +468,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for stack in self.stacks:
                 if stack.params[0].grad is not None:
                     self.advance(stack)
+            if self.constraint:
+                self.constraint.restore(p for p in moved if self.owner[p] == self.rank)
         if self.shard:
             broadcast_weights(moved, self.owner)
         return loss
@@ -726,8 +729,11 @@ class Optimizers(torch.optim.Optimizer):
     `parts` holds them with their states. `param_groups` are those of all parts, so that torch's
     lr_schedulers work."""
 
-    def __init__(self, name: str, parts: list):
-        self.name, self.parts = name, parts
+    def __init__(self, name: str, parts: list, constraint=None):
+        self.name, self.parts, self.constraint = name, parts, constraint
+        for part in parts:
+            if isinstance(part, MatrixOptimizer):           # which restores before it sends weights
+                part.constraint = constraint
         super().__init__([group for part in parts for group in part.param_groups], {})
 
     def step(self, closure=None):
@@ -737,10 +743,13 @@ class Optimizers(torch.optim.Optimizer):
                 loss = closure()
         for part in self.parts:
             part.step()
+            if self.constraint and not isinstance(part, MatrixOptimizer):
+                self.constraint.restore(p for group in part.param_groups for p in group["params"])
         return loss
 
     def state_dict(self) -> dict:
-        return {"name": self.name, "parts": [part.state_dict() for part in self.parts]}
+        gains = self.constraint and self.constraint.gains
+        return {"name": self.name, "parts": [part.state_dict() for part in self.parts], "gains": gains}
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Raises ValueError for the state of another optimizer or another model."""
@@ -751,13 +760,16 @@ class Optimizers(torch.optim.Optimizer):
         for part, saved in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(copy.deepcopy(match_saved(saved, part)))       # torch shares tensors
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+        if self.constraint:
+            self.constraint.gains = state_dict["gains"]
 
     def __getstate__(self):
-        return {**super().__getstate__(), "name": self.name, "parts": self.parts}
+        return {**super().__getstate__(), "name": self.name, "parts": self.parts,
+                "constraint": self.constraint}
 
 
 def build_optimizer(model, name: str, lr: float, weight_decay: float, layer_decay: float = 1.0,
-                    shard: bool = True, **options) -> Optimizers:
+                    shard: bool = True, constraint=None, **options) -> Optimizers:
     """The optimizer `name` of `OPTIMIZERS` for a model, with `options`.
 
     A matrix optimizer gets the weights of `matrix_names`; everything else (embeddings, positions,
@@ -766,6 +778,7 @@ def build_optimizer(model, name: str, lr: float, weight_decay: float, layer_deca
     Muon has adjust_lr_fn "match_rms_adamw" unless another is given, so that one lr serves both.
     shard: with several ranks each moves its share of the matrices. AdamW is cheap and on all ranks.
     layer_decay below 1, for fine-tuning: a layer learns that much more slowly than the next one.
+    constraint: an `orthogonal.Orthogonal`, kept after every step.
 
     A schedule sets group["lr"] = lr_t * group["lr_scale"] for all param_groups.
     Raises ValueError for an unknown name, an lr or layer_decay out of range, and a model in which
@@ -800,7 +813,7 @@ def build_optimizer(model, name: str, lr: float, weight_decay: float, layer_deca
     groups = [layer for group in (decay, no_decay) for layer in by_layer(group, depth, layer_decay, lr)]
     if groups:
         parts.append(kind(groups, lr=lr, **options))
-    return Optimizers(name, parts)
+    return Optimizers(name, parts, constraint)
 
 
 def matrix_names(model) -> set[str]:
