@@ -39,7 +39,7 @@ def np_norm(x, layer):
 
 
 def np_rotate(x, position):
-    """One head's vector (d,): the complex number x_i + i x_{i + d/2} turns by position 10000^(-2 i / d)."""
+    """One head's vector (d,): x_i + i x_{i + d/2} turns by the angle position 10000^(-2 i / d)."""
     half = len(x) // 2
     z = (x[:half] + 1j * x[half:]) * np.exp(1j * position * 10000.0 ** (-np.arange(half) / half))
     return np.concatenate([z.real, z.imag])
