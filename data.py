@@ -76,6 +76,18 @@ class ImageData:
     skipped: int = 0       # files left out because they cannot be read
 
 
+def facts(images):
+    """What a checkpoint remembers of its data: a folder may move, but not change."""
+    return dict(train_images=len(images.train), classes=len(images.classes), in_chans=images.in_chans)
+
+
+def describe_images(images):
+    """The sizes of an image set, for the banner."""
+    skipped = f", {images.skipped} unreadable ones left out" if images.skipped else ""
+    return (f"{len(images.train)} training and {len(images.val)} validation images, "
+            f"{len(images.classes)} classes{skipped}")
+
+
 def load_images(name_or_path, holdout=0.0, seed=0, bad_images="stop"):
     """The image set of that name (one of NAMES), or the folder at that path. Returns ImageData.
 

@@ -249,7 +249,7 @@ def main(argv=None):
 
     facts = dict(data.facts(images), model=options, constants=constants)
     step = run.begin(facts, steps, raw, ema, optimizer)
-    run.banner(data.describe(images),
+    run.banner(data.describe_images(images),
                f"{runtime.millions(raw)}, {args.shortcut}, init {args.init} {line}",
                f"{steps} steps, {per_epoch} per epoch", optim.describe(optimizer))
     model = run.wrap(raw)
