@@ -190,6 +190,36 @@ def init_residual_free_lm(model, alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_
 
 
 @torch.no_grad()
+def apply_init(net, how, constants, size, tokens=None):
+    """--init `how` on the blocks of an encoder of images; returns the constants used, a dict.
+
+    default: as the net was built. auto: `choose_constants` for this net; tokens: how many its attention
+    sees, if not one per position. paper: PAPER_CONSTANTS[size]. skipless, residual-free: the entries of
+    `constants`, by name. Raises ValueError where auto finds no constants."""
+    if how == "default":
+        return {}
+    if how == "residual-free":
+        used = {key: constants[key] for key in ("alpha_qk", "alpha_vo", "alpha_u", "alpha_d")}
+        init_residual_free_lm(net, **used)
+        return used
+    used = PAPER_CONSTANTS[size]
+    if how == "skipless":
+        used = {key: constants[key] for key in ("alpha", "beta", "c", "cancel_mean") if key in constants}
+    if how == "auto":
+        used = constants_for(net, tokens)
+    init_skipless_vit(net, **used)
+    return used
+
+
+def constants_for(net, tokens=None):
+    """`choose_constants` with all that can be read off a ViT: width, heads, tokens, depth, activation."""
+    attn, block = net.blocks[0].attn, net.blocks[-1]
+    beta = (attn.scale / block.attn.scale) ** (1 / max(1, len(net.blocks) - 1))
+    return choose_constants(attn.proj.out_features, attn.num_heads, tokens or net.pos_embed.shape[1],
+                            len(net.blocks), temperature_beta=beta, activation=block.mlp.act)
+
+
+@torch.no_grad()
 def init_vit(model):
     """The usual ViT initialisation (timm, DINO). The patch convolution keeps torch's own, as in both.
 

@@ -1,331 +1,339 @@
 """A LLaMA-style language model, with and without residual connections (paper 2).
 
-On a laptop: 12 layers of width 128, 2.4 M parameters, the bytes of 2 MB of speeches, 300 steps of 1,024; 1 to 2 minutes on two cores. Validation loss in
-nats per byte over three seeds (results/lm.json, 2026-11-30):
+On a laptop: 12 layers of width 128, 2.4 M parameters, the bytes of 2 MB of speeches, 300 steps of 1,024
+tokens, 1 to 2 minutes on two cores. Validation loss in nats per byte over three seeds (results/lm.json,
+2026-11-30):
     python train_lm.py --skipless --opt soap     1.940 +- .019   no residuals
     python train_lm.py --opt soap                1.797 +- .023   with residuals
     python train_lm.py                           1.984 +- .010   the usual decoder: residual, AdamW
 
-The paper's 194 M parameters on FineWeb-Edu, 8 GPUs (paper: KL-Shampoo lr 5e-4 residual-free, 1e-3 residual; not run by us):
-    python prepare.py /path/to/fineweb-edu --tokenizer gpt2-32k --out data/fineweb-edu-32k
-    torchrun --nproc_per_node=8 train_lm.py --preset paper --data data/fineweb-edu-32k --skipless --opt kl-shampoo --micro-batch 32
+A text from a finished run, with any prompt; nothing is trained:
+    python train_lm.py --skipless --opt soap --sample 300 --set prompt="The state of the union is"
+
+The paper's 194 M parameters on FineWeb-Edu (not run by us):
+    python -m tools.prepare_text /path/to/fineweb-edu --tokenizer gpt2-32k --out data/fineweb-edu
+    torchrun --nproc_per_node=8 train_lm.py --preset paper --data data/fineweb-edu \\
+        --skipless --opt kl-shampoo --micro-batch 32
 """
-import argparse
 import copy
-import json
-import sys
-import time
-from contextlib import nullcontext
+import math
+import textwrap
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import init
 import optim
-import quantize
 import runtime
 import text
-from model import LM
+from model import LM, SHORTCUTS, activation
 from runtime import BadInput
 
+# What every preset has beside its own entries. `--set key=value` changes any of them.
+COMMON = dict(
+    mlp_ratio=4.0,                   # hidden width of the MLP over the width
+    attention_scale="head",          # logits over sqrt(head dimension); model: over sqrt(width)
+    alpha_qk=3.0, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5,    # --init residual-free (paper 2)
+    mlp_init="suo",                  # fc1, fc2 independent; looks-linear: the MLP starts as an identity
+    alpha=1.0, beta=2.0, c=3.0,      # --init skipless (paper 1), for heads of 32
+    center=None,                     # share of the activation's mean taken off; None: auto's, else 0
+    tokenizer="",                    # bytes, gpt2, gpt2-32k or tiktoken's; else the folder's, or bytes
+    prompt="",                       # what the samples begin with
+)
 PRESETS = {
-    # 2.4 M parameters, minutes on two cores. KL-Shampoo's eigenvalues are averages that forget their start at .98 a step, two per matrix: from the
-    # reference's 0.1 down to what clipped gradients of 2.4 M entries have (6e-4), a run of 300 steps would be almost over.
+    # Minutes on two cores. KL-Shampoo's eigenvalues forget their start at .98 a step: from its own 0.1
+    # down to what clipped gradients of 2.4 M entries have (6e-4) would take most of 300 steps.
     "laptop": dict(
-        data="sotu", tokenizer=None, embed_dim=128, depth=12, num_heads=4, block_size=128, steps=300, batch_size=8, warmup=40,
-        temperature_beta=1.0, skipless_init="auto",
-        lr={"residual": {"adamw": 3e-3, "soap": 1e-2, "kl-shampoo": 1e-2, "muon": 3e-2},      # searched (results/lm.json)
+        COMMON, data="sotu", embed_dim=128, depth=12, num_heads=4, block_size=128,
+        steps=300, batch_size=8, warmup=40, weight_decay=0.01, clip=1.0, init_factor=1e-3,
+        skipless_init="auto", temperature_beta={"residual": 1.0, "skipless": 1.0},
+        lr={"residual": {"adamw": 3e-3, "soap": 1e-2, "kl-shampoo": 1e-2, "muon": 3e-2},    # searched
             "skipless": {"adamw": 1e-3, "soap": 3e-3, "kl-shampoo": 9e-4, "muon": 1e-3}},
-        weight_decay=0.01, clip=1.0, init_factor=1e-3, eval_tokens=32768, eval_every=100, save_every=100, sample_tokens=200),
-    # 24 x 768, 194.48 M parameters, FineWeb-Edu. The paper states: context 512, 512 sequences a step, 50,000 steps, 2,000 warm-up, decay .01, the lrs of
-    # KL-Shampoo, temperature beta 1.1 without residuals. Assumed, as the paper's page does not say: cosine to 0, clip 1, the lrs of AdamW (the residual
-    # baselines' 1e-3), SOAP and Muon, KL-Shampoo's own momenta, no decay on embeddings and norms.
+        eval_tokens=32768, eval_every=100, save_every=100, sample_tokens=200),
+    # 24 x 768, 194.48 M parameters, FineWeb-Edu. The paper states: context 512, 512 sequences a step,
+    # 50,000 steps, 2,000 warm-up, decay .01, KL-Shampoo's lrs, temperature 1.1 without residuals.
+    # Assumed, as the paper's page does not say: cosine to 0, clip 1, the other optimizers' lrs,
+    # KL-Shampoo's own momenta, no decay on embedding and norms.
     "paper": dict(
-        data=None, tokenizer=None, embed_dim=768, depth=24, num_heads=12, block_size=512, steps=50000, batch_size=512, warmup=2000,
-        temperature_beta=None, skipless_init="paper",
+        COMMON, data=None, embed_dim=768, depth=24, num_heads=12, block_size=512,
+        steps=50000, batch_size=512, warmup=2000, weight_decay=0.01, clip=1.0,
+        skipless_init="paper", temperature_beta={"residual": 1.0, "skipless": 1.1},
         lr={"residual": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
             "skipless": {"adamw": 5e-4, "soap": 5e-4, "kl-shampoo": 5e-4, "muon": 5e-4}},
-        weight_decay=0.01, clip=1.0, eval_tokens=2 ** 20, eval_every=1000, save_every=1000, sample_tokens=100),
+        eval_tokens=2 ** 20, eval_every=1000, save_every=1000, sample_tokens=100),
 }
-# Flags that define the run: a checkpoint with other values is another run. Flags that never touch its course are free; the rest may change, and is said.
-# The constants of --init, and what they are where they are left out: paper 2's, and paper 1's (measured for heads of 32).
-CONSTANTS = {"residual-free": dict(alpha_qk=3.0, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp_init="suo"), "skipless": dict(alpha=1.0, beta=2.0, c=3.0)}
-FIXED = ("embed_dim", "depth", "num_heads", "mlp_ratio", "block_size", "shortcut", "alpha_min", "temperature_beta", "attention_scale", "center", "init", "alpha_qk", "alpha_vo",
-         "alpha_u", "alpha_d", "mlp_init", *CONSTANTS["skipless"], "opt", "betas", "weight_decay", *runtime.MATRIX_FLAGS, "batch_size", "seed", "tokenizer", "tokenizer_digest")
-FREE = ("preset", "device", "compile", "workers", "threads", "out", "resume", "log_every", "eval_every", "save_every", "wandb", "micro_batch", "sample_tokens",
-        "prompt", "train_tokens", "lm")
+# What --init paper reads; auto and residual-free read the same entries.
+PAPER = dict(alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp_init="suo")
 
 
 def get_args(argv=None):
-    """Two passes: the first finds the preset, whose values then become the defaults that --help shows and flags win over."""
-    number = runtime.number
-    presets = runtime.Parser(add_help=False)
-    presets.add_argument("--preset", choices=list(PRESETS), default="laptop", help="a dict of defaults at the top of this file")
-    preset = presets.parse_known_args(argv)[0].preset
-    parser = runtime.Parser(description=__doc__, parents=[presets])
-
+    """Flags win over --set, --set over the preset."""
+    parser, preset = runtime.train_parser(__doc__, PRESETS, argv)
     add = parser.add_argument_group("model").add_argument
-    add("--embed-dim", type=number(int, low=2), help="width")
-    add("--depth", type=number(int, low=1), help="number of blocks")
-    add("--num-heads", type=number(int, low=1), help="attention heads")
-    add("--mlp-ratio", type=number(float, above=0), default=4.0, help="hidden width of the MLP over the width")
-    add("--block-size", type=number(int, low=1), help="context, tokens")
-    add("--shortcut", choices=["residual", "skipless", "decayed"], default="residual", help="x + f(x), f(x), or a x + f(x) with a falling to --alpha-min")
-    add("--skipless", dest="shortcut", action="store_const", const="skipless", default=argparse.SUPPRESS, help="same as --shortcut skipless: residual-free")
-    add("--alpha-min", type=number(float, low=0, high=1), default=None, help="weight of the last shortcut, which --shortcut decayed needs (paper 3: 0.6 to 0.7); None is 1, for the others")
-    add("--temperature-beta", type=number(float, low=0.1, high=10), default=None,
-        help="attention temperature beta ** -layer, layers from 0; 1 is off; None is the preset's: 1, but 1.1 for a skipless net of the paper")
-    add("--attention-scale", choices=["head", "model"], default="head", help="logits over the square root of the head's dimension, or of the width")
-    add("--center", type=number(float, low=0, high=1), default=None,
-        help="share of GELU's mean at initialisation that is taken off the activation (there are no biases to do it); None is 0, or what --init auto chooses")
-
-    add = parser.add_argument_group("initialisation").add_argument
-    add("--init", choices=["auto", "default", "paper", *CONSTANTS], default=None,
-        help="auto: if skipless, constants chosen for this size, else default; default: normal, std .02; paper: (.9, 3, 1.5, 1.5) and orthogonal MLP; residual-free: the "
-             f"flags below; skipless: paper 1's, --alpha --beta --c; None: the one whose flags are given, else default with residuals and {PRESETS[preset]['skipless_init']} without")
-    runtime.add_residual_free_flags(add, CONSTANTS["residual-free"])
-    add("--alpha", type=number(float, low=0), help="random part of W_Q W_K^T, for --init skipless; None is 1")
-    add("--beta", type=number(float, low=0), help="identity part of W_Q W_K^T, for --init skipless; None is 2")
-    add("--c", type=number(float, above=0), help="W_V W_O is c^2 times an orthogonal matrix, for --init skipless; None is 3")
-    add("--mlp-init", choices=["suo", "looks-linear"], help="independent orthogonal fc1 and fc2, or mirrored pairs that start as the identity; None is suo")
-
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--opt", choices=["adamw", "soap", "kl-shampoo", "muon"], default="adamw", help="for the matrices of the blocks; AdamW takes embedding and norms")
-    add("--lr", type=number(float, above=0, high=1e30), default=None, help=f"peak learning rate; None is the preset's, by shortcut and optimizer: {PRESETS[preset]['lr']}")
-    add("--embed-lr", type=number(float, above=0, high=1e30), default=None, help="peak learning rate of AdamW's part beside another optimizer; None is --lr")
-    add("--weight-decay", type=number(float, low=0), help="decoupled; not on norms and embedding")
-    add("--betas", type=number(float, low=0, below=1), nargs=2, default=None, metavar=("B1", "B2"), help="momenta; None is the optimizer's own")
-    runtime.add_matrix_flags(add)
-    add("--batch-size", type=number(int, low=1), help="global: sequences per update over all processes")
-    add("--micro-batch", type=number(int, low=1), default=None, help="sequences per forward pass and process; None means as many as the batch gives it")
-    add("--steps", type=number(int, low=1), help="updates")
-    add("--warmup", type=number(int, low=0), help="steps of linear warm-up")
-    add("--clip", type=number(float, low=0), help="largest gradient norm; 0 is off")
-    add("--ema", type=number(float, low=0, below=1), default=0.0, help="decay of the averaged weights, e.g. 0.9999; 0 is off")
-
+    add("--embed-dim", type=runtime.number(int, low=2), help="width")
+    add("--depth", type=runtime.number(int, low=1), help="number of blocks")
+    add("--block-size", type=runtime.number(int, low=1), help="context, tokens")
+    runtime.add_shortcut_flags(add, SHORTCUTS)
+    add("--temperature-beta", type=runtime.number(float, low=0.1, high=10),
+        help="attention temperature beta ** -layer; 1 is off; else the preset's, by shortcut")
+    add("--init", choices=["auto", "default", "paper", "skipless", "residual-free"],
+        help="auto: constants from the net's size; paper: paper 2's; skipless (paper 1), residual-free: "
+             "the preset's; default: std .02. "
+             f"Else {preset['skipless_init']} if skipless, default if not")
+    runtime.add_optimizer_flags(parser, optim.OPTIMIZERS, unit="steps")
     add = parser.add_argument_group("data").add_argument
-    add("--data", help="sotu, shakespeare, text (both), a .txt file, or a folder that `python prepare.py` wrote")
-    add("--tokenizer", help="bytes, gpt2, gpt2-32k or a name of tiktoken's; None is the prepared folder's own, and bytes for a text")
-    add("--eval-tokens", type=number(int, low=0), help="validation tokens to evaluate on, spread evenly; 0 is all")
-    add("--sample-tokens", type=number(int, low=0), help="tokens of text to write at each evaluation; 0 is off")
-    add("--prompt", default="", help="what the samples begin with")
+    add("--data", help=f"{', '.join(text.EMBEDDED)}, a .txt file, or a folder of tools.prepare_text")
+    add("--sample", type=runtime.number(int, low=1), metavar="TOKENS",
+        help="print a text of that length from the checkpoint in --out, and train nothing")
     runtime.add_run_flags(parser, never="at the end only")
+    lead = ("embed_dim", "depth", "shortcut", "opt")
+    args, _ = runtime.read_flags(parser, preset, argv, "lm", lead)
 
-    parser.set_defaults(**{k: v for k, v in PRESETS[preset].items() if k not in ("lr", "skipless_init")})
-    args = parser.parse_args(argv)
-    kind = "skipless" if args.shortcut == "skipless" else "residual"
-    if args.data is None:
-        raise BadInput(f"--preset {preset} needs --data: a folder that `python prepare.py` wrote")
-    args.lr = args.lr or PRESETS[preset]["lr"][kind][args.opt]
-    if args.embed_lr and args.opt == "adamw":
-        raise BadInput("--embed-lr has no meaning for --opt adamw, which has one lr: leave it out")
-    if args.betas and args.opt == "muon":
-        raise BadInput("--betas has no meaning for --opt muon, which has one momentum: leave it out")
-    if args.shortcut == "decayed" and args.alpha_min is None:
-        raise BadInput("--shortcut decayed needs --alpha-min, the weight of the last shortcut: 1 would be residual, paper 3 uses 0.6 to 0.7")
-    args.alpha_min = 1.0 if args.alpha_min is None else args.alpha_min
-    args.temperature_beta = args.temperature_beta or PRESETS[preset]["temperature_beta"] or {"skipless": 1.1, "residual": 1.0}[kind]
-    resolve_init(args, PRESETS[preset]["skipless_init"])
-    args.out = args.out or f"out/lm-{args.embed_dim}x{args.depth}-{args.shortcut}-{args.init}-{args.opt}-seed{args.seed}"
+    if args.data is None and not args.sample:
+        raise BadInput(f"--preset {args.preset} needs --data: a folder that tools.prepare_text wrote")
+    args.lr = args.lr or runtime.by_net(preset["lr"], args)
+    args.alpha_min = runtime.last_weight(args)
+    if args.temperature_beta is None:
+        args.temperature_beta = preset["temperature_beta"].get(args.shortcut, 1.0)
+    if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
+        args.init = args.skipless_init if args.shortcut == "skipless" else "default"
+    del args.skipless_init
+    if args.init in ("default", "skipless"):
+        del args.mlp_init                                        # args.json says what applies, no more
     return args
 
 
-def resolve_init(args, skipless_init):
-    """Fill in --init and its constants where they were left out; a constant alone chooses its init, and with another one it is refused."""
-    runtime.fill_constants(args, CONSTANTS)
-    if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
-        args.init = skipless_init if args.shortcut == "skipless" else "default"
-    constants = dict(center=0.0)                                 # and what the init chooses itself: next to it no constant is given
+def lm_constants(args):
+    """{name: value} of the constants that --init reads, and `center`."""
+    names = {"default": (), "skipless": ("alpha", "beta", "c")}.get(args.init, PAPER)
+    constants = {key: getattr(args, key) for key in names} | {"center": 0.0}
     if args.init == "paper":
-        constants.update(alpha_qk=0.9)
-    elif args.init == "auto":
-        constants.update(init.choose_lm_constants(args.embed_dim, args.num_heads, args.block_size, args.depth, args.temperature_beta, args.attention_scale))
-    if args.center is not None:
-        constants["center"] = args.center
-    vars(args).update(constants)
+        constants |= PAPER
+    elif args.init == "auto":                                    # alpha_qk and center
+        constants |= init.choose_lm_constants(
+            args.embed_dim, args.num_heads, args.block_size, args.depth, args.temperature_beta,
+            args.attention_scale, activation=activation)
+    return constants if args.center is None else constants | {"center": args.center}
 
 
 def build_model(args, vocab_size):
-    """The LM with its initialisation applied, its keyword arguments, and a line that says which init. Equal on all ranks: the seed does not know the rank."""
+    """(the LM with its initialisation applied, its keyword arguments, the constants used).
+
+    Equal on all ranks: the seed does not know the rank. Raises BadInput for sizes that do not fit."""
     torch.manual_seed(args.seed)
-    shift = args.center * init.gelu_mean(1.0 if args.init in ("default", "skipless") else args.alpha_u ** 0.5)      # the mean for the spread that fc1 starts with
-    shape = dict(vocab_size=vocab_size, block_size=args.block_size, embed_dim=args.embed_dim, depth=args.depth, num_heads=args.num_heads, mlp_ratio=args.mlp_ratio,
-                 shortcut=args.shortcut, temperature_beta=args.temperature_beta, alpha_min=args.alpha_min, attention_scale=args.attention_scale, shift=shift)
-    try:
-        raw = LM(**shape)
-        if args.init == "default":
-            return raw, shape, "default: normal, std .02"
+    options = dict(vocab_size=vocab_size)
+    for key in ("block_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "shortcut", "alpha_min",
+                "temperature_beta", "attention_scale"):
+        options[key] = getattr(args, key)
+    with runtime.user_errors():
+        raw, constants = LM(**options), lm_constants(args)
         if args.init == "skipless":
             init.init_skipless_vit(raw, args.alpha, args.beta, args.c)
-            return raw, shape, f"skipless: alpha {args.alpha:g}, beta {args.beta:g}, c {args.c:g}"
-        init.init_residual_free_lm(raw, args.alpha_qk, args.alpha_vo, args.alpha_u, args.alpha_d, args.mlp_init)
-    except ValueError as error:                                  # the model's own sentence on a size that does not fit
-        raise BadInput(str(error)) from error
-    return raw, shape, f"{args.init}: alpha_qk {args.alpha_qk:.3g}, alpha_vo {args.alpha_vo:.3g}, alpha_u {args.alpha_u:.3g}, alpha_d {args.alpha_d:.3g}, MLP {args.mlp_init}"
+        elif args.init != "default":
+            init.init_residual_free_lm(raw, *(constants[key] for key in PAPER))
+    spread = constants.get("alpha_u", 1.0) ** 0.5                # of what fc1 gives the activation
+    options["shift"] = constants["center"] * init.gaussian_mean(activation, spread)
+    for block in raw.blocks:
+        block.mlp.shift = options["shift"]
+    return raw, options, constants
+
+
+class KurtosisMeter:
+    """A forward hook: excess kurtosis, E(x - mean)^4 / variance^2 - 3, of all outputs. A Gaussian has 0.
+
+    In float64: the count n, the mean, and Sk, the sum of (x - mean)^k. Those of a batch are merged into
+    them (Chan et al. 1979, Pebay 2008), as sums of plain powers cancel where the mean is not 0."""
+
+    def __init__(self):
+        self.n, self.mean, self.S2, self.S3, self.S4 = 0, 0.0, 0.0, 0.0, 0.0
+
+    def __call__(self, module, inputs, output):
+        output = output.cpu() if output.device.type == "mps" else output     # mps has no float64
+        size = 2 ** 17 if output.device.type == "cpu" else 2 ** 24           # what a cache holds
+        for x in output.flatten().split(size):
+            self.add(x.double())
+
+    def add(self, x):
+        """Merge the values of x (n,), float64."""
+        a, A2, A3, A4 = self.n, self.S2, self.S3, self.S4
+        b, mean = len(x), x.mean()
+        d = x - mean
+        d2 = d * d
+        B2, B3, B4 = d2.sum(), (d2 * d).sum(), d2.square().sum()
+        n, t = a + b, mean - self.mean
+        self.n, self.mean = n, self.mean + t * (b / n)
+        self.S2 = A2 + B2 + t ** 2 * (a * b / n)
+        self.S3 = A3 + B3 + t ** 3 * (a * b * (a - b) / n ** 2) + 3 * t * (a * B2 - b * A2) / n
+        self.S4 = (A4 + B4 + t ** 4 * (a * b * (a * a - a * b + b * b) / n ** 3)
+                   + 6 * t ** 2 * (a * a * B2 + b * b * A2) / n ** 2 + 4 * t * (a * B3 - b * A3) / n)
+
+    def value(self):
+        """nan where nothing was seen, or the same value always."""
+        n = max(1, self.n)
+        variance = float(self.S2) / n
+        return float(self.S4) / n / variance ** 2 - 3 if variance else math.nan
 
 
 @torch.no_grad()
-def evaluate(model, tokens, args, world, dtype):
-    """(loss in nats per token, excess kurtosis of each block's output) on the validation tokens: strided over ranks, no padding, SUM then divide.
+def evaluate(model, tokens, args, run):
+    """(loss in nats per token, [excess kurtosis of each block's output]) on the validation tokens.
 
-    The kurtosis is rank 0's share only: a statistic to watch, which `quantize.py` measures in full."""
+    The loss is strided over ranks, without padding, SUM then divide. The kurtosis is that of rank 0's
+    share: something to watch, which quantize.py measures in full."""
     model.eval()
+    meters = [KurtosisMeter() for _ in model.blocks]
+    hooks = [block.register_forward_hook(meter) for block, meter in zip(model.blocks, meters)]
+    batches = text.eval_batches(tokens, args.block_size, args.micro_batch, run.rank, run.size,
+                                limit=-(-args.eval_tokens // args.block_size))
     loss, count = 0.0, 0
-    with quantize.watch(model, sites=("block_output",)) as stats:
-        for x, y in text.eval_batches(tokens, args.block_size, args.micro_batch, world.rank, world.size, -(-args.eval_tokens // args.block_size)):
-            x, y = x.to(world.device), y.to(world.device)
-            with runtime.autocast(world.device, dtype):
-                logits = model(x)
-            loss, count = loss + F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum").double(), count + y.numel()
+    for x, y in batches:
+        x, y = run.to_device(x, y)
+        with run.autocast():
+            logits = model(x)
+        loss += F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="sum").item()
+        count += y.numel()
+    for hook in hooks:
+        hook.remove()
     model.train()
-    loss, count = runtime.all_sum([loss, count], world)
-    return loss / count, [m.excess_kurtosis for m in stats["block_output"]]
+    loss, count = runtime.all_sum([loss, count], run.world)
+    return loss / count, [meter.value() for meter in meters]
 
 
 @torch.no_grad()
 def isometry_drift(model):
-    """Mean over the blocks' matrices of |W W^T - s I|_F / (s sqrt(n)), s the mean squared singular value: 0 for scaled orthogonal weights.
+    """Mean distance of the blocks' matrices from scaled orthogonal ones; q, k and v one by one.
 
-    Paper 2: a sign-like update (AdamW) drifts as lr sqrt(d), a spectral one (KL-Shampoo, SOAP, Muon) as lr. q, k, v are taken one by one."""
+    |W W^T / s - I|_F / sqrt(n) for W (n, m), n <= m, s the mean of its n squared singular values.
+    Paper 2: a sign-like update (AdamW) drifts as lr sqrt(d), a spectral one (KL-Shampoo, ...) as lr."""
     drifts = []
     for block in model.blocks:
-        for w in (*block.attn.qkv.weight.chunk(3), block.attn.proj.weight, block.mlp.fc1.weight, block.mlp.fc2.weight):
-            w = w.float() if len(w) <= w.shape[1] else w.float().T                      # the side that can be orthonormal
+        attn, mlp = block.attn, block.mlp
+        for weight in (*attn.qkv.weight.chunk(3), attn.proj.weight, mlp.fc1.weight, mlp.fc2.weight):
+            w = weight.float() if len(weight) <= weight.shape[1] else weight.float().T
             gram = w @ w.T
-            gram /= gram.diagonal().mean()
-            drifts.append((gram.square().sum() / len(gram) - 1).clamp(min=0).sqrt())    # |G - I|_F^2 / n, since tr G = n
+            gram /= gram.diagonal().mean()                       # trace n now, so |G - I|^2 = |G|^2 - n
+            drifts.append((gram.square().sum() / len(gram) - 1).clamp(min=0).sqrt())
     return torch.stack(drifts).mean().item()
 
 
 def flops_per_token(model):
-    """Of a training step: 6 per weight that multiplies (the embedding does as the head), and 12 depth width context for attention (Chowdhery et al. 2022)."""
+    """Of a training step (Chowdhery et al. 2022): 6 per weight that multiplies (the embedding is the
+    head), and 12 depth width context for attention."""
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     return 6 * weights + 12 * len(model.blocks) * model.token_embed.embedding_dim * model.block_size
 
 
-def sample(model, tokenizer, args, world, step):
-    """A text of args.sample_tokens tokens after the prompt: the same draw at the same step, apart from the weights."""
-    generator = torch.Generator(world.device).manual_seed(runtime.mix_seed(args.seed, "sample", step))
-    prompt = [tokenizer.separator] + tokenizer.encode(args.prompt)
-    out = model.generate(torch.tensor([prompt], device=world.device), args.sample_tokens, temperature=0.8, top_k=50, generator=generator)
-    return tokenizer.decode(out[0, 1:].tolist())
+def sample_text(model, tokenizer, prompt, count, seed, step):
+    """The prompt and `count` tokens after it, as text. The draw is a function of (seed, step)."""
+    device = model.token_embed.weight.device
+    generator = torch.Generator(device).manual_seed(runtime.mix_seed(seed, "sample", step))
+    given = torch.tensor([[tokenizer.separator, *tokenizer.encode(prompt)]], device=device)
+    tokens = model.generate(given, count, temperature=0.8, top_k=50, generator=generator)
+    return tokenizer.decode(tokens[0, 1:].tolist())
+
+
+def readable(written):
+    """The text with escapes for control characters, which a terminal would obey; line breaks stay."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in written)
+
+
+def print_sample(args):
+    """What --sample does: a text from the checkpoint in --out. Raises BadInput where there is none."""
+    checkpoint = runtime.find_checkpoint(args.out, True, "lm")
+    if checkpoint is None:
+        raise BadInput(f"--sample needs a trained net, and {args.out} has none: train it, or pass --out")
+    net = LM(**checkpoint["args"]["model"])
+    net.load_state_dict(checkpoint["ema"] or checkpoint["model"])
+    net.to(runtime.start(args.device, args.threads).device)
+    tokenizer = text.load_tokenizer(checkpoint["args"]["tokenizer"])
+    written = sample_text(net, tokenizer, args.prompt, args.sample, args.seed, checkpoint["step"])
+    print(readable(written))
 
 
 def main(argv=None):
     args = get_args(argv)
-    world = runtime.start(args.device, args.threads)
-    dtype, why = runtime.pick_dtype(args.dtype, world.device)
-    micro_steps = runtime.split_batch(args, world)
+    if args.sample:
+        return print_sample(args)
+    run = runtime.open_run(args, "lm")
 
     # data, model, optimizer
-    corpus = text.load_text(args.data, args.tokenizer)
+    corpus = text.load_text(args.data, args.tokenizer or None)
     args.tokenizer = corpus.tokenizer.name
-    text.windows_per_epoch(corpus.train, args.block_size)        # a text shorter than the context is said before a model is built,
-    text.eval_batches(corpus.val, args.block_size, args.micro_batch)      # one without validation part too
-    steps, eval_every, save_every = args.steps, args.eval_every or args.steps, args.save_every or args.steps
-    raw, shape, init_line = build_model(args, corpus.tokenizer.vocab_size)
-    raw.to(world.device)
+    text.windows_per_epoch(corpus.train, args.block_size)        # a text too short is refused here
+    text.eval_batches(corpus.val, args.block_size, args.micro_batch)
+    steps, tokens = args.steps, args.batch_size * args.block_size
+    eval_every, save_every = args.eval_every or steps, args.save_every or steps
+    raw, options, constants = build_model(args, corpus.tokenizer.vocab_size)
+    raw.to(run.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
-    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, aux_lr=args.embed_lr, **runtime.matrix_options(args))
+    optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay,
+                                      **runtime.optimizer_options(args))
+    peak = runtime.matmul_rate(run.device, run.dtype) * run.size
 
-    # resume, before anything is written
-    ckpt, saved = runtime.find_checkpoint(args.out, args.resume, "train_tokens")
-    flags = dict(vars(args), lm=shape, tokenizer_digest=corpus.tokenizer.digest, train_tokens=len(corpus.train))
-    step, best, val_loss, notes = 0, float("inf"), None, []
-    if saved:
-        notes = runtime.check_resume(ckpt, saved["args"], flags, FIXED, FREE)
-        if saved["args"]["train_tokens"] != len(corpus.train):   # a folder may move, but not change
-            raise BadInput(f"--data {args.data} has {len(corpus.train)} training tokens, but {ckpt} was trained on {saved['args']['data']} with "
-                           f"{saved['args']['train_tokens']}: pass the same data, --fresh to start over, or another --out")
-        step, best = runtime.restore(ckpt, saved, raw, ema, optimizer, steps, notes)
-    batches = text.train_batches(corpus.train, args.block_size, args.batch_size, args.seed, step, steps, world.rank, world.size, micro_steps)
-    if args.wandb:
-        runtime.import_optional("wandb", "--wandb")
-    runtime.make_out(args.out, flags, world)
-    if world.main and not step:                                  # --fresh: the old checkpoint goes with the old log, or a later resume would find it
-        ckpt.unlink(missing_ok=True)
-    log = runtime.Log(args.out, world, step, args.wandb, flags)
+    facts = dict(train_tokens=len(corpus.train), tokenizer_digest=corpus.tokenizer.digest,
+                 model=options, constants=constants)
+    step = run.begin(facts, steps, raw, ema, optimizer)
+    used = ", ".join(f"{key} {value}" for key, value in constants.items())
+    run.banner(f"{len(corpus.train):,} training and {len(corpus.val):,} validation tokens, "
+               f"{args.tokenizer} ({corpus.tokenizer.vocab_size:,})",
+               f"{runtime.millions(raw)}, {args.shortcut}, init {args.init}: {used}",
+               f"{tokens:,} tokens; {steps} steps, {steps * tokens / len(corpus.train):.2f} epochs",
+               optim.describe(optimizer))
+    model = run.wrap(raw)
+    batches = text.train_batches(corpus.train, args.block_size, args.batch_size, args.seed, step, steps,
+                                 run.rank, run.size, run.micro_steps)
 
-    per_step = args.batch_size * args.block_size
-    peak = runtime.matmul_rate(world.device, dtype) * world.size
-    log.say(f"config      {' '.join(f'{k}={v}' for k, v in sorted(flags.items()))}")
-    log.say(f"versions    revision {runtime.git_revision()}, torch {torch.__version__}, python {sys.version.split()[0]}")
-    log.say(f"device      {world.why}; {world.size} process(es) x {torch.get_num_threads()} threads; {dtype} ({why}); measured {peak / 1e9:.0f} GFLOP/s, MFU is a share of that")
-    log.say(f"data        {args.data}: {len(corpus.train):,} training and {len(corpus.val):,} validation tokens, {args.tokenizer} ({corpus.tokenizer.vocab_size:,})")
-    log.say(f"model       {sum(p.numel() for p in raw.parameters()) / 1e6:.2f} M parameters, {args.shortcut}, init {init_line}")
-    log.say(f"optimizer   {optim.describe(optimizer)}".replace("\n", "\n            "))
-    log.say(f"batch       {args.batch_size} = {world.size} processes x {micro_steps} micro-steps x {args.micro_batch} sequences of {args.block_size}: {per_step:,} tokens; "
-            f"{steps} steps, {steps * per_step / len(corpus.train):.2f} epochs")
-    for note in notes:
-        log.say(f"note        {note} from here on")
-    if step:
-        log.say(f"resume      {ckpt}, step {step}, lr {runtime.lr_at(step, steps, args.warmup, args.lr):.3g}")
+    def look(step, lr):
+        net, tokenizer, written = ema or raw, corpus.tokenizer, None
+        val_loss, kurtosis = evaluate(net, corpus.val, args, run)
+        runtime.check_val(val_loss, step, lr)
+        drift, most = isometry_drift(raw), max(kurtosis)
+        line = (f"step {step:6d}  val loss {val_loss:.4f}{' (ema)' * bool(ema)}  excess kurtosis "
+                f"{kurtosis[0]:.2f} .. {kurtosis[-1]:.2f}, max {most:.2f}  isometry drift {drift:.3f}")
+        if args.sample_tokens and run.main:
+            written = sample_text(net, tokenizer, args.prompt, args.sample_tokens, args.seed, step)
+            line += "\n" + textwrap.indent(readable(written), " " * 4)
+        run.log(line, step=step, val_loss=val_loss, kurtosis=kurtosis, kurtosis_max=most,
+                isometry_drift=drift, sample=written)
 
-    model = torch.compile(raw) if args.compile else raw
-    if world.size > 1:
-        model = DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
-    bar = tqdm(total=steps, initial=step, disable=not (world.main and sys.stdout.isatty()), unit="step", dynamic_ncols=True)
-    window, clock = [], time.perf_counter()
-
+    if run.owes_look(step, eval_every):
+        look(step, args.lr)
     while step < steps:
         lr = runtime.lr_at(step, steps, args.warmup, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         loss = 0.0
-        for micro in range(micro_steps):
-            x, y = next(batches)
-            x, y = x.to(world.device, non_blocking=True), y.to(world.device, non_blocking=True)
-            # gradients are exchanged once, with the last micro-batch; the switch must cover forward and backward
-            last = micro == micro_steps - 1
-            with nullcontext() if last or world.size == 1 else model.no_sync():
-                with runtime.autocast(world.device, dtype):
+        for micro in range(run.micro_steps):
+            x, y = run.to_device(*next(batches))
+            with run.accumulate(model, micro):
+                with run.autocast():
                     logits = model(x)
-                part = F.cross_entropy(logits.float().flatten(0, 1), y.flatten()) / micro_steps   # a mean of means: same as one big batch
+                part = F.cross_entropy(logits.float().flatten(0, 1), y.flatten()) * run.share(len(x))
                 part.backward()
             loss += part.detach()
-        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), args.clip or float("inf"))
-        window.append((step, lr, loss, norm))
-        if world.device.type == "cpu":                           # elsewhere a look is a synchronisation, so it waits for the log step
-            runtime.check_finite(window[-1:], world)
+        norm = nn.utils.clip_grad_norm_(raw.parameters(), args.clip or float("inf"))
+        run.observe(step, lr, loss, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if ema:
-            for average, p in zip(ema.parameters(), raw.parameters()):
-                average.lerp_(p.detach(), 1 - args.ema)
+            runtime.update_average(ema, raw, args.ema)
         step += 1
-        bar.update()
 
-        eval_now = step % eval_every == 0 or step == steps
-        save_now = step % save_every == 0 or step == steps
-        if step % args.log_every == 0 or eval_now or save_now:
-            mean, norm = runtime.check_finite(window, world)     # before anything is saved
-            rate = len(window) * per_step / (time.perf_counter() - clock)
-            mfu = rate * flops_per_token(raw) / peak
-            log.line(f"step {step:6d}  loss {mean:.4f}  lr {lr:.2e}  grad norm {norm:.2f}  {rate:.0f} tokens/s  MFU {100 * mfu:.0f} %",
-                     step=step, epoch=step * per_step / len(corpus.train), loss=mean, lr=lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu)
-            if eval_now:
-                val_loss, kurtosis = evaluate(ema or raw, corpus.val, args, world, dtype)
-                runtime.check_val(val_loss, step, lr)
-                best, drift = min(best, val_loss), isometry_drift(raw)
-                written = sample(ema or raw, corpus.tokenizer, args, world, step) if args.sample_tokens and world.main else None
-                log.line(f"step {step:6d}  val loss {val_loss:.4f}  excess kurtosis {kurtosis[0]:.2f} .. {kurtosis[-1]:.2f}, max {max(kurtosis):.2f}  "
-                         f"isometry drift {drift:.3f}" + " (ema)" * bool(ema) + (f"\n{json.dumps(written, ensure_ascii=False)}" if written else ""),
-                         step=step, val_loss=val_loss, kurtosis=kurtosis, kurtosis_max=max(kurtosis), isometry_drift=drift, sample=written)
-            if save_now:                                         # on all ranks: each holds a share of the optimizer's state
-                runtime.save_checkpoint(ckpt, dict(model=raw.state_dict(), ema=ema and ema.state_dict(), optimizer=optimizer.state_dict(),
-                                                   step=step, best=best, rng=torch.get_rng_state(), args=flags), world.main)
-            window, clock = [], time.perf_counter()
-    bar.close()
+        log_now, save_now, eval_now = run.due(step, save_every, eval_every)
+        if log_now:
+            run.log_training(step, lr, tokens, "tokens", step * tokens / len(corpus.train),
+                             flops_per_token(raw), peak)
+        if save_now:
+            run.save(step, raw, ema, optimizer)
+        if eval_now:
+            look(step, lr)
 
-    if val_loss is None:                                         # resumed at its end: nothing was left to train
-        val_loss, _ = evaluate(ema or raw, corpus.val, args, world, dtype)
-    if world.main:
-        runtime.plot_curve(args.out, f"LM {args.embed_dim} x {args.depth}, {args.shortcut}, init {args.init}, {args.opt}", "kurtosis_max", "largest excess kurtosis", 2)
-    log.say(f"{args.out}: ckpt.pt, log.jsonl, args.json, curve.png; best val loss {best:.4f}")
-    log.say(f"val loss {val_loss:.4f}")
+    title = f"LM {args.embed_dim} x {args.depth}, {args.shortcut}, init {args.init}, {args.opt}"
+    run.finish(title, "kurtosis_max", "largest excess kurtosis", digits=2)
+    run.say(f"best val loss {run.best():.4f}")
+    run.say(f"val loss {run.last('val_loss'):.4f}")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    runtime.run_script(main)

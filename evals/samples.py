@@ -1,163 +1,230 @@
-"""Flow matching: paths from noise to data, the velocity loss, samplers, guidance, and the Frechet distance.
+r"""Samples of a flow-matching run (train_sit.py), and their distance from real images.
 
-    x_t = alpha(t) x_1 + sigma(t) x_0        x_1 data, x_0 noise N(0, I), t from 0 (noise) to 1 (data)
-    v_t = alpha'(t) x_1 + sigma'(t) x_0      what the net learns to say from (x_t, t)
+    python -m evals.samples --ckpt out/sit-... --count 64 --cfg-scale 2
+    python -m evals.samples --ckpt out/sit-... --count 1000 --frechet out/vit-...
+    torchrun --nproc_per_node=8 -m evals.samples --ckpt out/sit --vae stabilityai/sd-vae-ft-ema \
+        --count 50000 --sampler sde --steps 250 --fid /path/to/images        as in the tables of SiT
 
-    linear   alpha = t                sigma = 1 - t
-    gvp      alpha = sin(pi t / 2)    sigma = cos(pi t / 2)        generalised variance-preserving: alpha^2 + sigma^2 = 1
-
-Conventions are SiT's (Ma et al. 2024). A velocity is a function (x (B, ...), t (B,), y (B,) labels) -> (B, ...).
+--frechet is the Frechet distance on the features of one of our own ViTs. It is not FID, which needs the
+Inception net of the package torch-fidelity. In the run's folder: samples.png, samples.npz (arr_0, uint8
+(N, Y, X, 3), as ADM's evaluation reads it) and samples.json with the measures.
 """
 import math
-import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+import torch.distributed as dist
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
+from torchvision.utils import save_image
 
-from runtime import mix_seed
+import data
+import probe
+import runtime
+from model import guided, path_coefficients
+from runtime import BadInput
 
-PATHS = ("linear", "gvp")
-SAMPLERS = ("euler", "heun", "sde")
-GROUP = 32                                                       # samples that are always computed together: see `sample_groups`
-LAST_STEP = 0.04                                                 # the SDE's last step, without noise
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# paths and loss
-
-def coefficients(path, t):
-    """(alpha, sigma, alpha', sigma') at times t, a tensor of any shape. Raises ValueError for an unknown path."""
-    if path == "linear":
-        return t, 1 - t, torch.ones_like(t), -torch.ones_like(t)
-    if path == "gvp":
-        angle, rate = t * (math.pi / 2), math.pi / 2
-        return angle.sin(), angle.cos(), rate * angle.cos(), -rate * angle.sin()
-    raise ValueError(f"path {path!r} is unknown: use {' or '.join(PATHS)}")
+GROUP = 32                      # samples that are always computed together: see `sample_groups`
+LAST_STEP = 0.04                # length of the SDE's last step, without noise
+LATENT_SCALE = 0.18215          # of Stable Diffusion's autoencoder: its latents get a std of about 1
 
 
-def interpolate(path, t, data, noise):
-    """t (B,), data and noise (B, ...) -> (x_t, velocity target), each (B, ...)."""
-    alpha, sigma, d_alpha, d_sigma = (c.view(-1, *[1] * (data.ndim - 1)) for c in coefficients(path, t))
-    return alpha * data + sigma * noise, d_alpha * data + d_sigma * noise
+# --------------------------------------------------------------------------------------------------
+# samplers. A velocity is a function (x (B, ...), t (B,), y (B,) labels) -> (B, ...)
 
+def score_from_velocity(path, t, x, velocity):
+    """grad log p_t(x) = (r v - x) / (sigma^2 - r sigma' sigma), r = alpha / alpha'; t: a float below 1.
 
-def velocity_loss(velocity, target):
-    """Squared error, mean over all but the batch: (B,). In float32, since half precision overflows late in long runs."""
-    return (velocity.float() - target.float()).square().flatten(1).mean(1)
-
-
-def score(path, t, x, velocity):
-    """grad log p_t(x) from the velocity: s = (r v - x) / (sigma^2 - r sigma' sigma), r = alpha / alpha'; t a float below 1.
-
-    From v = alpha' E[x_1 | x] + sigma' E[x_0 | x], x = alpha E[x_1 | x] + sigma E[x_0 | x] and s = -E[x_0 | x] / sigma."""
-    alpha, sigma, d_alpha, d_sigma = coefficients(path, torch.tensor(float(t), dtype=torch.float64))
+    From v = alpha' E[x_1 | x] + sigma' E[x_0 | x],  x = alpha E[x_1 | x] + sigma E[x_0 | x],
+    and the score -E[x_0 | x] / sigma."""
+    alpha, sigma, d_alpha, d_sigma = path_coefficients(path, torch.tensor(float(t), dtype=torch.float64))
     ratio = alpha / d_alpha
     return (ratio.item() * velocity - x) / (sigma * sigma - ratio * d_sigma * sigma).item()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# samplers: x (B, ...) noise at t = 0 -> data at t = 1
-
-def guided(model, null, scale):
-    """Classifier-free guidance as a velocity: v(null) + scale (v(y) - v(null)), on all channels, in one pass of twice the batch.
-
-    null: the label that means none. scale 1 is the model itself, without the second half of the work."""
-    if scale == 1:
-        return model
-
-    def velocity(x, t, y):
-        both = model(torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, torch.full_like(y, null)]))
-        conditional, unconditional = both.chunk(2)
-        return unconditional + scale * (conditional - unconditional)
-    return velocity
-
-
-def integrate(velocity, x, y, sampler="euler", steps=50, path="linear", draw=None):
-    """x (B, ...), noise -> samples. steps: updates; each costs one evaluation of the velocity, with heun two.
-
-    euler, heun   the ODE dx = v dt, on an even grid
-    sde           Euler-Maruyama on dx = (v + w s) dt + sqrt(2 w) dW with the score s and w = sigma(t), which has the same marginals; from t = 0 to
-                  1 - LAST_STEP, then one step of that length along the drift without noise ("Mean"), since s has no limit at t = 1
-    draw: a function () -> noise like x, for the SDE. Raises ValueError for an unknown sampler, and for an SDE of one step."""
-    def v(x, t):
-        return velocity(x, torch.full((len(x),), t, device=x.device, dtype=x.dtype), y)
-
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler {sampler!r} is unknown: use {', '.join(SAMPLERS)}")
-    if sampler == "sde":
-        if steps < 2:
-            raise ValueError(f"the SDE sampler needs at least 2 steps, not {steps}: the last one is without noise")
-        dt = (1 - LAST_STEP) / (steps - 1)
-        for i in range(steps):
-            t = i * dt
-            w = coefficients(path, torch.tensor(t, dtype=torch.float64))[1].item()
-            slope = v(x, t)
-            drift = slope + w * score(path, t, x, slope)
-            x = x + drift * LAST_STEP if i == steps - 1 else x + drift * dt + math.sqrt(2 * w * dt) * draw()
-        return x
+def euler(velocity, x, y, steps, path, draw):
+    """The ODE dx = v dt from noise x (B, ...) at t = 0 to data at t = 1, one evaluation a step."""
     dt = 1 / steps
     for i in range(steps):
-        slope = v(x, i * dt)
-        if sampler == "heun":
-            slope = (slope + v(x + slope * dt, (i + 1) * dt)) / 2
-        x = x + slope * dt
+        x = x + velocity(x, x.new_full([len(x)], i * dt), y) * dt
     return x
 
 
-def label_sequence(counts, n):
-    """The labels of samples 0 .. n - 1, int64 (n,), in the shares of `counts` (images per class): each goes to the class that is furthest behind its share.
+def heun(velocity, x, y, steps, path, draw):
+    """The same with the mean of the slopes at both ends of each step: two evaluations, second order."""
+    dt = 1 / steps
+    for i in range(steps):
+        first = velocity(x, x.new_full([len(x)], i * dt), y)
+        second = velocity(x + first * dt, x.new_full([len(x)], (i + 1) * dt), y)
+        x = x + (first + second) / 2 * dt
+    return x
 
-    Equal counts give 0, 1, .., C - 1, 0, 1, ...; a longer sequence begins like a shorter one."""
+
+def sde(velocity, x, y, steps, path, draw):
+    """Euler-Maruyama on dx = (v + w s) dt + sqrt(2 w) dW, score s, w = sigma(t): the same marginals.
+
+    Up to t = 1 - LAST_STEP; then one step along the drift without noise, as s has no limit at t = 1.
+    draw: a function () -> noise like x."""
+    dt = (1 - LAST_STEP) / (steps - 1)
+    for i in range(steps):
+        t = i * dt
+        w = path_coefficients(path, torch.tensor(t, dtype=torch.float64))[1].item()
+        v = velocity(x, x.new_full([len(x)], t), y)
+        drift = v + w * score_from_velocity(path, t, x, v)
+        last = i == steps - 1
+        x = x + drift * LAST_STEP if last else x + drift * dt + math.sqrt(2 * w * dt) * draw()
+    return x
+
+
+SAMPLERS = {"euler": euler, "heun": heun, "sde": sde}
+
+
+def label_sequence(counts, n):
+    """Labels of samples 0 ... n - 1, int64 (n,), in the shares of `counts`, the images per class.
+
+    Each goes to the class that is furthest behind its share, so equal counts give 0, 1, ..., 0, 1, ...,
+    and a longer sequence begins like a shorter one."""
     share = np.asarray(counts, dtype=np.float64) / sum(counts)
     labels, given = np.empty(n, dtype=np.int64), np.zeros(len(share))
     for i in range(n):
-        labels[i] = np.argmax((share * (i + 1) - given).round(9))                     # rounded: ties go to the first class
+        labels[i] = np.argmax((share * (i + 1) - given).round(9))        # rounded: the first of a tie
         given[labels[i]] += 1
     return torch.from_numpy(labels)
 
 
-def sample_groups(velocity, shape, count, class_counts, sampler="euler", steps=50, path="linear", seed=0, device="cpu", rank=0, world=1):
-    """Yields (first index, samples (GROUP, *shape), labels (GROUP,)) of this rank's groups; ranks take turns, and each yields as often as the others.
+def sample_groups(velocity, shape, count, class_counts, sampler="heun", steps=25, path="linear", seed=0,
+                  device="cpu", rank=0, world=1):
+    """Yields samples (GROUP, *shape): of rank r the groups r, r + world, ...; every rank as many.
 
-    Sample i is a function of (seed, i) and the velocity: its noise comes from a generator of its own, its label is that of `label_sequence`. Matrix products
-    may round differently in batches of another size, so the samples of a group (i // GROUP) are always computed together and in this order, whatever `count`
-    and `world`; those past `count` are for the caller to drop."""
-    groups = math.ceil(count / GROUP)
-    labels = label_sequence(class_counts, math.ceil(groups / world) * world * GROUP).to(device)
-    for turn in range(math.ceil(groups / world)):
-        first = (turn * world + rank) * GROUP
-        generators = [torch.Generator().manual_seed(mix_seed(seed, "sample", i)) for i in range(first, first + GROUP)]
+    Sample i is a function of the velocity and (seed, i): its noise has its own generator. As matrix
+    products may round differently in a batch of another size, a group is always computed as a whole.
+    The caller drops what lies past `count`."""
+    turns = math.ceil(count / GROUP / world)
+    labels = label_sequence(class_counts, turns * world * GROUP).to(device)
+    for group in range(rank, turns * world, world):
+        index = range(group * GROUP, (group + 1) * GROUP)
+        generators = [torch.Generator().manual_seed(runtime.mix_seed(seed, "sample", i)) for i in index]
 
         def draw():
             return torch.stack([torch.randn(shape, generator=g) for g in generators]).to(device)
 
-        y = labels[first:first + GROUP]
-        yield first, integrate(velocity, draw(), y, sampler, steps, path, draw), y
+        yield SAMPLERS[sampler](velocity, draw(), labels[index], steps, path, draw)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what to do with samples: uint8 images (N, C, Y, X)
 
 def to_uint8(x):
-    """Images in [-1, 1] -> uint8 0..255, clipped and rounded."""
+    """Images in [-1, 1] -> uint8, clipped and rounded."""
     return ((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
+def load_vae(name, device):
+    """Stable Diffusion's autoencoder, frozen. Raises BadInput where it or diffusers is missing."""
+    kind = runtime.import_optional("diffusers", "--vae").AutoencoderKL
+    try:
+        return kind.from_pretrained(name).to(device).eval().requires_grad_(False)
+    except (OSError, ValueError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise BadInput(f"--vae {name} cannot be loaded ({words}): check the name or the "
+                       "network") from error
+
+
 @torch.no_grad()
-def features(net, steps, pixels, batch=100):
-    """uint8 images (N, C, Y, X), or a dataset of them -> the net's output (N, D). steps: transforms from an image to the net's input."""
-    transform = v2.Compose(steps)
-    return torch.cat([net(torch.stack([transform(pixels[j] if torch.is_tensor(pixels) else pixels[j][0]) for j in range(i, min(i + batch, len(pixels)))]))
-                      for i in range(0, len(pixels), batch)])
+def draw_images(net, saved, args, world, dtype, vae=None):
+    """args.count samples as uint8 images (N, C, Y, X), on rank 0; all ranks share the work."""
+    def velocity(x, t, y):
+        with runtime.autocast(world.device, dtype):
+            return net(x, t, y).float()
+
+    shape = (saved["in_chans"], saved["img_size"], saved["img_size"])
+    groups = sample_groups(guided(velocity, saved["classes"], args.cfg_scale), shape, args.count,
+                           saved["class_counts"], args.sampler, args.steps, saved["path"], args.seed,
+                           world.device, world.rank, world.size)
+    images = []
+    for x in groups:
+        x = to_uint8(vae.decode(x / LATENT_SCALE).sample if vae else x).contiguous()
+        turn = [torch.empty_like(x) for _ in range(world.size)] if world.size > 1 else [x]
+        if world.size > 1:
+            dist.all_gather(turn, x)
+        if world.main:
+            images += [part.cpu() for part in turn]
+    return torch.cat(images)[:args.count] if world.main else None
 
 
-class Pixels(Dataset):
-    """uint8 images (N, 3, Y, X) as torch-fidelity reads them."""
+# --------------------------------------------------------------------------------------------------
+# measures
+
+def mean_and_covariance(features):
+    """(N, D) -> mean (D,) and unbiased covariance (D, D), float64."""
+    features = features.double()
+    return features.mean(0), torch.cov(features.T).reshape(features.shape[1], -1)
+
+
+def frechet_distance(mean1, cov1, mean2, cov2):
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)): the squared 2-Wasserstein distance of two Gaussians.
+
+    The root's trace is the sum of the roots of the eigenvalues of C1^(1/2) C2 C1^(1/2). That matrix is
+    symmetric, so singular covariances (fewer samples than dimensions) make nothing complex."""
+    mean1, cov1, mean2, cov2 = (a.double() for a in (mean1, cov1, mean2, cov2))
+    values, vectors = torch.linalg.eigh(cov1)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    cross = torch.linalg.eigvalsh(root @ cov2 @ root).clamp(min=0).sqrt().sum()
+    return ((mean1 - mean2).square().sum() + cov1.trace() + cov2.trace() - 2 * cross).item()
+
+
+@torch.no_grad()
+def image_moments(net, images, steps, device):
+    """Mean and covariance of the net's output over a set of images, which go through `steps` first."""
+    batches = data.eval_batches(images, v2.Compose(steps), 100)
+    return mean_and_covariance(torch.cat([net(x.to(device)).cpu() for x, _ in batches]))
+
+
+def load_judge(path, in_chans):
+    """(ViT without its head, the steps from uint8 images to its input) of a run of train_vit.py.
+
+    Raises BadInput for any other run, and for images of another number of channels."""
+    remedy = "give a run of train_vit.py on such images"
+    vit, saved = probe.load_net(path, "--frechet", remedy)
+    if saved["kind"] != "vit" or saved["in_chans"] != in_chans:
+        raise BadInput(f"--frechet {path} is a {saved['kind']} of {saved['in_chans']} channels, and the "
+                       f"samples have {in_chans}: {remedy}")
+    vit.head = torch.nn.Identity()
+    side, (mean, std) = saved["img_size"], probe.pixel_scale(saved)
+    return vit, [v2.Resize((side, side), **data.BICUBIC), v2.ToDtype(torch.float32, scale=True),
+                 v2.Normalize(mean, std)]
+
+
+def load_real_images(args, saved):
+    """The images that the run was trained on. Raises BadInput where they are latents or other ones."""
+    if saved["latents"]:
+        raise BadInput(f"--frechet needs images, and {args.ckpt} was trained on latents: use --fid")
+    images = data.load_images(args.data or saved["data"], saved["holdout"], saved["seed"])
+    for key, value in data.facts(images).items():
+        if value != saved[key]:
+            raise BadInput(f"--data {images.name} has {key} {value}, and {args.ckpt} was trained with "
+                           f"{saved[key]}: pass the same images")
+    return images
+
+
+def measure_frechet(pixels, images, judge, which, device):
+    """Frechet distance of samples, uint8 (N, C, Y, X), from the "val" or "train" part of the images.
+
+    frechet_floor: that of the other part, which is real. Images go through the samples' size."""
+    vit, steps = judge
+    resized = data.resize_steps(images, pixels.shape[-1]) + steps
+    real, other = (images.val, images.train) if which == "val" else (images.train, images.val)
+    samples = data.Images(pixels, torch.zeros(len(pixels), dtype=torch.int64))
+    target = image_moments(vit.to(device), real, resized, device)
+    return dict(frechet_vit=frechet_distance(*image_moments(vit, samples, steps, device), *target),
+                frechet_floor=frechet_distance(*image_moments(vit, other, resized, device), *target),
+                frechet_set=which)
+
+
+class PlainImages(Dataset):
+    """uint8 images (N, 3, Y, X) without labels, as torch-fidelity reads them."""
+
     def __init__(self, images):
-        self.images = images.expand(-1, 3, -1, -1)
+        self.images = images
 
     def __len__(self):
         return len(self.images)
@@ -166,47 +233,79 @@ class Pixels(Dataset):
         return self.images[i]
 
 
-def moments(features):
-    """(N, D) -> mean (D,) and unbiased covariance (D, D), float64."""
-    features = features.double()
-    return features.mean(0), torch.cov(features.T).reshape(features.shape[1], -1)
+def measure_fid(images, folder, device):
+    """FID against the images in `folder`, and Inception Score, of uint8 images (N, 3, Y, X)."""
+    fidelity = runtime.import_optional("torch_fidelity", "--fid")
+    found = fidelity.calculate_metrics(input1=PlainImages(images), input2=folder, fid=True, isc=True,
+                                       cuda=device.type == "cuda", verbose=False)
+    return dict(fid=found["frechet_inception_distance"], inception_score=found["inception_score_mean"])
 
 
-def frechet_distance(mu1, cov1, mu2, cov2):
-    """|mu1 - mu2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), float64: the squared 2-Wasserstein distance of two Gaussians.
+# --------------------------------------------------------------------------------------------------
+# command line
 
-    The trace of the root is the sum of the roots of the eigenvalues of C1^(1/2) C2 C1^(1/2), which is symmetric; so nothing turns complex where the
-    covariances are singular (fewer samples than dimensions)."""
-    mu1, cov1, mu2, cov2 = (a.double() for a in (mu1, cov1, mu2, cov2))
-    values, vectors = torch.linalg.eigh(cov1)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    cross = torch.linalg.eigvalsh(root @ cov2 @ root).clamp(min=0).sqrt().sum()
-    return ((mu1 - mu2).square().sum() + cov1.trace() + cov2.trace() - 2 * cross).item()
+def get_args(argv=None):
+    number, parser = runtime.number, runtime.Parser(description=__doc__)
+    add = parser.add_argument
+    add("--ckpt", required=True, help="a run of train_sit.py: its folder, or the checkpoint in it")
+    add("--count", type=number(int, low=1), default=1000, help="samples")
+    add("--sampler", choices=list(SAMPLERS), default="heun", help="of the ODE, or the SDE")
+    add("--steps", type=number(int, low=2), default=25, help="from noise to data")
+    add("--cfg-scale", type=number(float, low=0), default=1.0, help="guidance by the label; 1 is none")
+    add("--seed", type=number(int, low=0), help="of the noise; else the run's")
+    add("--frechet", metavar="RUN", help="Frechet distance on the features of this run of train_vit.py")
+    add("--frechet-set", choices=["val", "train"], default="val", help="the images to compare with")
+    add("--data", help="where the run's images are now, for --frechet")
+    add("--fid", metavar="FOLDER", help="FID against these images (pip install torch-fidelity)")
+    add("--vae", metavar="NAME", help="autoencoder of latents: stabilityai/sd-vae-ft-ema, or a folder")
+    add("--device", default="auto", help="auto (cuda, then mps, then cpu), cpu, cuda or mps")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of the forward pass")
+    add("--threads", type=number(int, low=0), default=0, help="CPU threads; 0 leaves torch's choice")
+    add("--out", help="folder for the results; else the run's")
+    args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
+    return args
 
 
-def write_npz(path, images):
-    """uint8 (N, C, Y, X) -> the file that ADM's evaluation suite and its kin read: `arr_0`, uint8 (N, Y, X, 3). Grey images get three equal channels.
+def main(argv=None):
+    args = get_args(argv)
+    world, dtype = probe.start_probe(args)
+    net, saved = probe.load_net(args.ckpt, "--ckpt", "give a run of train_sit.py")
+    if saved["kind"] != "sit":
+        raise BadInput(f"--ckpt {args.ckpt} is a run of train_{saved['kind']}.py, not of train_sit.py")
+    if args.cfg_scale != 1 and not saved["label_dropout"]:
+        raise BadInput(f"--cfg-scale {args.cfg_scale} needs a net that knows samples without label, and "
+                       f"{args.ckpt} has label_dropout 0: pass --cfg-scale 1")
+    if saved["latents"] and not args.vae:
+        raise BadInput(f"--ckpt {args.ckpt} makes latents: pass --vae, the autoencoder to decode them")
+    if args.fid and not Path(args.fid).is_dir():
+        raise BadInput(f"--fid {args.fid} is not a folder: pass one of images")
+    if args.fid:
+        runtime.import_optional("torch_fidelity", "--fid")       # missed before the work, not after
+    args.seed = saved["seed"] if args.seed is None else args.seed
+    judge = load_judge(args.frechet, saved["in_chans"]) if args.frechet else None
+    images = load_real_images(args, saved) if args.frechet else None
+    vae = load_vae(args.vae, world.device) if saved["latents"] else None
+    out = Path(args.out or (args.ckpt if Path(args.ckpt).is_dir() else Path(args.ckpt).parent))
+    out.mkdir(parents=True, exist_ok=True)
 
-    Written beside and moved into place, so that a kill leaves no half of it."""
-    images = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as f:
-        np.savez(f, arr_0=images.permute(0, 2, 3, 1).contiguous().numpy())
-    os.replace(temporary, path)
+    pixels = draw_images(net.to(world.device), saved, args, world, dtype, vae)
+    if not world.main:
+        return
+    colour = pixels.expand(-1, 3, -1, -1)                                # grey: three equal channels
+    save_image(colour[:256] / 255, out / "samples.png", nrow=16)
+    np.savez(out / "samples.npz", arr_0=colour.permute(0, 2, 3, 1).numpy())
+    found = dict(step=saved["step"], weights=saved["weights"], count=args.count, sampler=args.sampler,
+                 steps=args.steps, cfg_scale=args.cfg_scale, seed=args.seed)
+    if args.frechet:
+        found.update(measure_frechet(pixels, images, judge, args.frechet_set, world.device))
+    if args.fid:
+        found.update(measure_fid(colour, args.fid, world.device))
+    probe.write_results(out / "samples.json", "-m evals.samples", args, world, dtype, **found)
+    print(", ".join(f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in found.items()))
+    print(f"{out}: samples.png, samples.npz, samples.json")
 
 
-def write_grid(path, images, columns=None, smallest=64):
-    """uint8 (N, C, Y, X) -> one PNG, row by row, white between; small images are enlarged by a whole factor to at least `smallest` pixels."""
-    images = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
-    n, _, height, width = images.shape
-    columns = columns or math.ceil(math.sqrt(n))
-    factor, gap = math.ceil(smallest / height), 2
-    images = images.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-    height, width = height * factor + gap, width * factor + gap
-    sheet = torch.full((3, math.ceil(n / columns) * height + gap, columns * width + gap), 255, dtype=torch.uint8)
-    for i, image in enumerate(images):
-        top, left = i // columns * height + gap, i % columns * width + gap
-        sheet[:, top:top + height - gap, left:left + width - gap] = image
-    temporary = f"{path}.tmp"
-    Image.fromarray(sheet.permute(1, 2, 0).numpy()).save(temporary, format="PNG")
-    os.replace(temporary, path)
+if __name__ == "__main__":
+    runtime.run_script(main)

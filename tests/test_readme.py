@@ -1,4 +1,5 @@
-"""README: every command exists and those that run on a laptop run, every number is a recorded one, every link leads somewhere, every table is what the JSON gives."""
+"""README and docs: every command exists and those that run on a laptop run, every number is a recorded one,
+every link leads somewhere, every table is what the JSON gives."""
 import functools
 import importlib
 import itertools
@@ -14,35 +15,38 @@ import pytest
 from PIL import Image
 from torch.distributed import run as torchrun
 
-import bench
-import claims
 import data
 import init
-import prepare
 import probe
 import quantize
-import reproduce
 import train_dino
 import train_lm
 import train_mae
 import train_sit
 import train_vit
+from evals import conditioning, discovery, quantization_theory, samples, segmentation
 from runtime import BadInput
+from tools import bench, claims, encode_latents, prepare_text, reproduce
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
+PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
+README, ALL = PAGES["README.md"], "\n\n".join(PAGES.values())
 TRAIN = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit, "train_dino.py": train_dino}
-OTHERS = {"probe.py": probe, "quantize.py": quantize, "reproduce.py": reproduce, "bench.py": bench}
+OTHERS = {"probe.py": probe, "quantize.py": quantize, "tools.reproduce": reproduce, "tools.bench": bench,
+          "evals.segmentation": segmentation, "evals.discovery": discovery, "evals.samples": samples}
+RUNNERS = {"evals.conditioning": (conditioning, ("report", "plot_report")), "tools.prepare_text": (prepare_text, ("prepare",)),
+           "tools.encode_latents": (encode_latents, ("encode",)), "evals.quantization_theory": (quantization_theory, ())}
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # commands
 
-def commands(text=README):
+def commands(text=ALL):
     """Every command, a list of words, of the code blocks without a language and of `python ...` within a sentence or a table."""
     lines = [line for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M) if not language for line in block.splitlines()]
-    lines += re.findall(r"`(python \S+\.py[^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
+    lines += re.findall(r"`(python (?:-m )?\S+[^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
     return [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
 
 
@@ -51,25 +55,26 @@ def script_of(words):
     if words[0] == "torchrun":
         args = torchrun.parse_args(words[1:])
         return args.training_script, args.training_script_args
-    return (words[1], words[2:]) if re.fullmatch(r"(\.venv/bin/)?python", words[0]) and words[1].endswith(".py") else None
+    if not re.fullmatch(r"(\.venv/bin/)?python", words[0]):
+        return None
+    words = words[2:] if words[1] == "-m" else words[1:]
+    return (words[0], words[1:]) if words[0].endswith(".py") or words[0].split(".")[0] in ("evals", "tools") else None
 
 
 SCRIPTS = [found for words in commands() if (found := script_of(words))]
-RUN = [(script, flags) for script, flags in SCRIPTS if script in TRAIN and not {"--preset", "--sample"} & set(flags)]
+RUN = [(script, flags) for script, flags in SCRIPTS if script in TRAIN and not {"--preset", "--sample", "--finetune"} & set(flags)]
 
 
 def parse(script, flags, monkeypatch, tmp_path):
     """The script's own parser takes the flags; nothing is run."""
-    if "--finetune" in flags:                                    # whose checkpoint is not here: all that was parsed before is right
-        with pytest.raises(BadInput, match="^--finetune out/mae-base-.* is not a file"):
+    if "--finetune" in flags:                                    # the run is not here: all else was parsed
+        with pytest.raises(BadInput, match="^--finetune out/mae.* is no checkpoint"):
             TRAIN[script].get_args(flags)
-    elif script == "init.py":
-        monkeypatch.setattr(init, "report", lambda args: {})
-        monkeypatch.setattr(init, "plot_report", lambda *a: None)
-        init.main([*flags, "--out", str(tmp_path)])
-    elif script == "prepare.py":
-        monkeypatch.setattr(prepare, "prepare", lambda args: None)
-        prepare.main(flags)
+    elif script in RUNNERS:
+        module, replaced = RUNNERS[script]
+        for name in replaced:
+            monkeypatch.setattr(module, name, lambda *a, **k: {})
+        module.main([*flags, "--out", str(tmp_path)] if script == "evals.conditioning" else flags)
     else:
         (TRAIN | OTHERS)[script].get_args(flags)
 
@@ -93,8 +98,8 @@ def test_other_commands_are_known():
         if script_of(words) is None:
             line = shlex.join(words)
             assert line in ("python3 -m venv .venv", ".venv/bin/pip install -q -r requirements.txt", ".venv/bin/python -m pytest -q", "pip install lm-eval"), line
-    code = "".join(path.read_text() for path in ROOT.glob("*.py"))
-    for package in re.findall(r"pip install ([a-z][\w-]*)", README):
+    code = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("**/*.py") if ".venv" not in path.parts)
+    for package in re.findall(r"pip install ([a-z][\w-]*)", ALL):
         assert package in ("torch", "lm-eval") or package in code or package.replace("-", "_") in code
 
 
@@ -124,8 +129,8 @@ def at_scale(tmp_path_factory):
             pixels = draw.integers(0, 255, (13, 15, 3), dtype=np.uint8)
             Image.fromarray(pixels).resize((300, 260)).save(folder / "imagenet" / split / label / f"{i}.jpeg")
     (folder / "corpus").mkdir()
-    (folder / "corpus" / "a.txt").write_text((ROOT / "data" / "shakespeare_1mb.txt").read_text()[:80_000])
-    prepare.main([str(folder / "corpus"), "--out", str(folder / "shards"), "--tokenizer", "gpt2-32k", "--val", "0.3"])
+    (folder / "corpus" / "a.txt").write_text((ROOT / "data" / "shakespeare_1mb.txt").read_text(encoding="utf-8")[:80_000])
+    prepare_text.main([str(folder / "corpus"), "--out", str(folder / "shards"), "--tokenizer", "gpt2-32k", "--val", "0.3"])
     (folder / "latents").mkdir()
     for name in ("", "val_"):
         np.save(folder / "latents" / f"{name}latents.npy", draw.standard_normal((4, 4, 32, 32), dtype=np.float32))
@@ -146,7 +151,7 @@ def test_the_papers_presets_run(script, flags, at_scale, tmp_path, capsys):
     """The commands of the section on scale: their recipe and image size, with a small net, a batch of four and two updates."""
     flags = [str(at_scale.get(flag, flag)) for flag in flags]
     TRAIN[script].main([*flags, *SMALL[script], "--out", str(tmp_path)])
-    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     assert steps[-1]["step"] == 2 and all(math.isfinite(row["loss"]) for row in steps if "loss" in row)
     assert (tmp_path / "ckpt.pt").exists() and (tmp_path / "curve.png").exists()
 
@@ -172,7 +177,7 @@ def test_the_forks_example_changes_what_it_says():
         made[name] = init.torch.linalg.svdvals((w_o @ w_v).double())
     assert made["orthogonal"].max() / made["orthogonal"].min() < 1.001 and made["gaussian"].max() / made["gaussian"].min() > 100
     assert made["gaussian"].square().mean().sqrt() == pytest.approx(9, rel=.1) and made["orthogonal"].square().mean().sqrt() == pytest.approx(9, rel=1e-3)
-    assert "orthogonal_vo_(" in Path(init.__file__).read_text().split("def init_skipless_vit")[1]
+    assert "orthogonal_vo_(" in Path(init.__file__).read_text(encoding="utf-8").split("def init_skipless_vit")[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,18 +195,19 @@ def table(name):
 
 
 def blocks():
-    return dict(re.findall(r"<!-- ([\w-]+) -->\n(.*?)<!-- /\1 -->", README, re.S))
+    return dict(re.findall(r"<!-- ([\w-]+) -->\n(.*?)<!-- /\1 -->", ALL, re.S))
 
 
 def test_the_tables_are_what_was_recorded():
-    rows = json.loads((ROOT / "results" / "claims.json").read_text())
+    rows = json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8"))
     shown = blocks()
     assert shown["claims"] == reproduce.headlines(rows) and shown["verdicts"] == reproduce.count_verdicts(rows), "python reproduce.py claims"
     assert 10 <= shown["claims"].count("\n") - 2 <= 15 and {r["paper"] for r in rows if r["headline"]} == {"1", "2", "3", "beyond"}
-    assert {"speed", "table1", *reproduce.COMPACT} <= set(shown) and set(shown) <= {"claims", "verdicts", "speed", *claims.TABLES}
+    assert {"table1", *reproduce.COMPACT} <= set(shown) and set(shown) <= {"claims", "verdicts", *claims.TABLES}
+    assert README.count(shown["verdicts"]) == 1
     for name in set(shown) & set(claims.TABLES):
-        assert shown[name] == reproduce.compact(name, table(name)), f"python reproduce.py {name}"
-    assert len(re.findall("<!-- ", README)) == 2 * len(shown)
+        assert shown[name] == reproduce.compact(name, table(name)), f"python -m tools.reproduce {name}"
+    assert len(re.findall("<!-- ", ALL)) == 2 * len(shown) + 2                 # the verdicts stand on two pages
 
 
 def test_headlines_are_a_part_of_what_is_judged():
@@ -222,14 +228,14 @@ def test_a_compact_table_keeps_its_columns():
     assert reproduce.compact("table1", wide) == wide
 
 
-def dead_ends(text):
+def dead_ends(text, page="README.md"):
     """Links and pictures without a file, anchors without a heading, names of code that are not there."""
     anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)", text, re.M)}
     for target in re.findall(r"\]\(([^)]+)\)", text):
         if target.startswith("#"):
             if target[1:] not in anchors:
                 yield target
-        elif not target.startswith("https://") and not (ROOT / target).exists():
+        elif not target.startswith("https://") and not (ROOT / page).parent.joinpath(target).exists():
             yield target
     for name in re.findall(r"`([\w/-]+\.py|(?:results|data)/[\w./-]+)`", text):
         if not (ROOT / name).exists():
@@ -240,8 +246,8 @@ def dead_ends(text):
 
 
 def test_links_lead_somewhere():
-    assert list(dead_ends(README)) == []
-    assert all(f"](results/paper{n}.png)" in README for n in (1, 2, 3))
+    assert {page: found for page, text in PAGES.items() if (found := list(dead_ends(text, page)))} == {}
+    assert all(f"results/paper{n}.png)" in ALL for n in (1, 2, 3))
     assert list(dead_ends("# A b\n[x](#a-b) [y](#c) ![z](results/none.png) `init.suo_` `init.none` `none.py` `train_vit.py`")) == ["#c", "results/none.png", "none.py", "init.none"]
 
 
@@ -299,11 +305,11 @@ SETTINGS = {                                                     # what is no me
 def prose(text):
     """[(paragraph, bullet or table row; names of the results whose record it links to, or else its section)], without code, tables between markers, settings and addresses."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
-    text = re.sub(r"<!-- (?!speed)([\w-]+) -->.*?<!-- /\1 -->", "", text, flags=re.S)          # the text on speed is written by hand
+    text = re.sub(r"<!-- ([\w-]+) -->.*?<!-- /\1 -->", "", text, flags=re.S)
     for phrase in SETTINGS:
-        text = text.replace(phrase, "")
+        text = re.sub(r"\s+".join(map(re.escape, phrase.split())), "", text)
     text = re.sub(r"`[^`\n]*`", "", re.sub(r"\[[\d.]+\]\(https\S+\)", "", text))
-    linked = lambda part: {Path(target).stem for target in re.findall(r"\]\((results/[^)]+\.(?:md|json))\)", part)}
+    linked = lambda part: {Path(target).stem for target in re.findall(r"\]\((?:\.\./)?(results/[^)]+\.(?:md|json))\)", part)}
     return [(part, linked(part) or linked(section)) for section in re.split(r"^(?=##+ )", text, flags=re.M) for part in re.split(r"\n\s*\n|\n(?=- |\| )", section)]
 
 
@@ -320,14 +326,14 @@ def pool(name):
     """({(value, digits)}, {"mean ± std"}) of one record: as its table prints them (over seeds), last values of its runs, the texts of its claims.
     None for the digits: a recorded value, good for any."""
     numbers = []
-    rows = json.loads((ROOT / "results" / "claims.json").read_text())
-    texts = [f"{r['says']} {r['ours']}" for r in rows if name == "claims" or r["command"].endswith(f"reproduce.py {name}")]
+    rows = json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8"))
+    texts = [f"{r['says']} {r['ours']}" for r in rows if name == "claims" or r["command"].endswith(f"tools.reproduce {name}")]
     if name in claims.TABLES:
         texts.append(table(name))
         for record in results(name).data["runs"].values():
             numbers += [(record[key][-1], None) for key in ("val_loss", "val_top1", "kurtosis_max") if record.get(key)]
     elif name != "claims":
-        numbers += [(v, None) for v in leaves(json.loads((ROOT / "results" / f"{name}.json").read_text()))]
+        numbers += [(v, None) for v in leaves(json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8")))]
     numbers += [(float(n), len(n.split(".")[1])) for text in texts for n in NUMBER.findall(text)]
     return numbers, {pair for text in texts for pair in PAIR.findall(text)}
 
@@ -367,7 +373,7 @@ def all_strangers(text):
 
 
 def test_every_number_is_recorded():
-    assert all_strangers(README) == []
+    assert {page: found for page, text in PAGES.items() if (found := all_strangers(text))} == {}
 
 
 def test_a_made_up_number_is_caught():
@@ -375,7 +381,7 @@ def test_a_made_up_number_is_caught():
     assert all_strangers("## A\n[x](results/lm.md), 3 seeds and 7,654 of 98 things") == ["7,654", "98"] and list(whole("8 to 37,000, 1,776")) == [("37,000", 37000, 500), ("1,776", 1776, .5)]
     assert all_strangers("## A\nin `--lr 9.87`, [2510.00345](https://arxiv.org/abs/2510.00345), 1.94 ± .02, [x](results/lm.md)\n\nas above: 1.940.") == []
     caught = []                                                  # every number of README in turn, changed by 37 in the last digit
-    for part, names in prose(README):
+    for part, names in prose(ALL):
         for found in NUMBER.finditer(part):
             other = f"{float(found.group()) + 37 * 10 ** -digits(found.group()):.{digits(found.group())}f}"
             caught.append(any(True for _ in strangers(part[:found.start()] + other + part[found.end():], names)))
@@ -384,8 +390,7 @@ def test_a_made_up_number_is_caught():
 
 def test_settings_are_still_there():
     for phrase in SETTINGS:
-        assert phrase in README, f"{phrase!r} is no phrase of README any more"
-    from model import shortcut_weights
-    over = {schedule: init.math.prod(shortcut_weights("decayed", 12, .6, schedule)) for schedule in ("linear", "per-layer")}
-    assert f"{over['linear']:.4f}" == "0.0036"
+        assert " ".join(phrase.split()) in " ".join(ALL.split()), f"{phrase!r} is no phrase of the pages any more"
+    from model import effective_alpha, shortcut_weights
+    assert f"{effective_alpha(shortcut_weights('decayed', 12, .6)):.4f}" == "0.0036"
     assert f"{init.math.prod(1 - .4 * l / 12 for l in range(1, 13)):.3f}" == "0.047"

@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import claims
-import init
-import probe
-import reproduce
 import text
 import train_dino
 import train_lm
@@ -21,7 +17,9 @@ import train_mae
 import train_sit
 import train_vit
 import runtime
+from evals import conditioning
 from runtime import BadInput
+from tools import claims, figures, reproduce
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit, "train_dino.py": train_dino}
@@ -113,7 +111,7 @@ def test_every_cell_has_a_run(name):
     if not path.exists():
         pytest.skip("not run yet")
     results = Recorded({})
-    results.data = json.loads(path.read_text())
+    results.data = json.loads(path.read_text(encoding="utf-8"))
     table = reproduce.SHOW.get(name, reproduce.SHOW[claim["script"]])(claim, results, 3).strip()
     missing = [cell["name"] for cell in claim["cells"] if not any(line.startswith(f"| {cell['name']} |") for line in table.splitlines())]
     assert not missing, "a cell has no run yet"
@@ -241,7 +239,7 @@ def test_a_diverged_run_is_not_left_out(claim):
 def test_figures_of_records_with_diverged_runs(tmp_path):
     """One seed of every cell, then all of them: a picture without it, or none."""
     data = reproduce.recorded(ROOT / "results")
-    for name, draw in (("table1", reproduce.paper1), ("lm", reproduce.paper2), ("mae", reproduce.paper3)):
+    for name, draw in (("table1", figures.paper1), ("lm", figures.paper2), ("mae", figures.paper3)):
         one = {key: dict(diverged="") if key.endswith("seed 1") else r for key, r in data[name].items()}
         draw(claims.Evidence({**data, name: one}), tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
@@ -315,7 +313,7 @@ def test_two_processes_add_to_one_record(tmp_path):
     one, two = reproduce.Results(tmp_path / "a.json"), reproduce.Results(tmp_path / "a.json")
     one.put("A", dict(val_top1=[1.0]))
     two.put("B", dict(val_top1=[2.0]))
-    assert set(json.loads((tmp_path / "a.json").read_text())["runs"]) == {"A", "B"}
+    assert set(json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["runs"]) == {"A", "B"}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -327,12 +325,12 @@ def test_a_terminated_reproduction_takes_its_runs_along(tmp_path):
     (tmp_path / "sleep.py").write_text(f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)")
     parent = subprocess.Popen([sys.executable, "-c", code])
     for _ in range(600):
-        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(encoding="utf-8"):
             break
         time.sleep(0.1)
     parent.terminate()
     assert parent.wait(30) == 128 + 15
-    child = int((tmp_path / "pid").read_text())
+    child = int((tmp_path / "pid").read_text(encoding="utf-8"))
     for _ in range(100):
         if not alive(child):
             break
@@ -343,7 +341,7 @@ def test_a_terminated_reproduction_takes_its_runs_along(tmp_path):
 def alive(pid):
     """A killed child whose parent is gone may wait for its burial: that is not life."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z" if Path("/proc").exists() else os.kill(pid, 0) is None
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z" if Path("/proc").exists() else os.kill(pid, 0) is None
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -425,7 +423,7 @@ def test_claims_have_names_of_their_own():
 
 def test_the_verdicts_on_disk_follow_from_the_recorded_runs():
     data = reproduce.recorded(ROOT / "results")
-    assert json.loads((ROOT / "results" / "claims.json").read_text()) == [claims.judge(c, data) for c in claims.CLAIMS], "python reproduce.py claims"
+    assert json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8")) == [claims.judge(c, data) for c in claims.CLAIMS], "python reproduce.py claims"
 
 
 @pytest.mark.parametrize("name", list(claims.TABLES))
@@ -461,8 +459,8 @@ def test_tables_show_all_seeds_whatever_is_asked_for(tmp_path, capsys, monkeypat
     monkeypatch.setattr(reproduce, "run", made_up([]))
     for seeds in ("2", "1"):
         reproduce.main(["constants", "--seeds", seeds, "--jobs", "1", "--results", str(tmp_path)])
-        assert (tmp_path / "constants.md").read_text().count("| 2 | 0.001 |") == 7
-    assert next(r["seeds"] for r in json.loads((tmp_path / "claims.json").read_text()) if r["id"] == "p1-constants") == 2
+        assert (tmp_path / "constants.md").read_text(encoding="utf-8").count("| 2 | 0.001 |") == 7
+    assert next(r["seeds"] for r in json.loads((tmp_path / "claims.json").read_text(encoding="utf-8")) if r["id"] == "p1-constants") == 2
 
 
 @pytest.mark.parametrize("name", ["init.json", "pixels.json"])
@@ -481,7 +479,7 @@ def test_short_runs_never_replace_full_ones(tmp_path, monkeypatch):
             reproduce.main(["--results", folder])
     with pytest.raises(BadInput, match="--results is empty"):
         reproduce.main(["claims", "--results", ""])
-    assert reproduce.get_args(["table1", "--results", "results"]).folder == reproduce.HERE / "results"          # README's tables follow, however one writes it
+    assert reproduce.get_args(["table1", "--results", "results"]).folder == reproduce.ROOT / "results"          # README's tables follow, however one writes it
     assert reproduce.get_args(["--results", str(tmp_path)]).seeds == 1 and reproduce.get_args(["--seeds", "2"]).seeds == 2 and reproduce.get_args(["lm"]).seeds == 3
 
 
@@ -517,7 +515,7 @@ def test_a_killed_run_continues(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(reproduce, "run", made_up(first, fail_at=3))
     with pytest.raises(KeyboardInterrupt):
         reproduce.main(flags)
-    assert len(first) == 3 and len(json.loads((tmp_path / "constants.json").read_text())["runs"]) == 3
+    assert len(first) == 3 and len(json.loads((tmp_path / "constants.json").read_text(encoding="utf-8"))["runs"]) == 3
     monkeypatch.setattr(reproduce, "run", made_up(second))
     reproduce.main([*flags, "--list"])
     assert "# constants: 4 runs, about 4 minutes" in capsys.readouterr().out                  # by the minute that the three took
@@ -525,9 +523,9 @@ def test_a_killed_run_continues(tmp_path, monkeypatch, capsys):
     assert len(second) == 4 and not set(first) & set(second)
     reproduce.main([*flags, "--list"])
     assert "# constants: nothing remains" in capsys.readouterr().out
-    rows = {r["id"]: r for r in json.loads((tmp_path / "claims.json").read_text())}
+    rows = {r["id"]: r for r in json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))}
     assert rows["p1-constants"]["seeds"] == 1 and rows["p1-constants"]["hardware"] == ["made up"] and rows["p1-beats-soap"]["verdict"] == UNKNOWN
-    assert "p1-constants" not in (tmp_path / "claims.md").read_text() and rows["p1-constants"]["ours"] in (tmp_path / "claims.md").read_text()
+    assert "p1-constants" not in (tmp_path / "claims.md").read_text(encoding="utf-8") and rows["p1-constants"]["ours"] in (tmp_path / "claims.md").read_text(encoding="utf-8")
 
 
 def test_quick_mode_ends_with_its_runs_beside_the_recorded_ones(tmp_path, monkeypatch, capsys):
@@ -535,7 +533,7 @@ def test_quick_mode_ends_with_its_runs_beside_the_recorded_ones(tmp_path, monkey
     monkeypatch.setattr(reproduce, "run", made_up(calls))
     reproduce.main(["--results", str(tmp_path), "--jobs", "1"])
     assert len(calls) == 8
-    rows = (tmp_path / "quick.md").read_text().splitlines()[2:]
+    rows = (tmp_path / "quick.md").read_text(encoding="utf-8").splitlines()[2:]
     assert len(rows) == len(claims.QUICK_CLAIMS) and rows[0].startswith("| 1 |")
     assert "skipless paper init SOAP 54.0" in rows[0] and "| as said |" in rows[0]            # the fourth run is the best of the four
     assert "residual SOAP 55.00, skipless SOAP 56.00" in rows[1] and "| otherwise |" in rows[1]
@@ -553,7 +551,7 @@ def test_every_table_shows_all_its_cells(name, tmp_path, capsys):
     for cell in cells:
         results.data["runs"][reproduce.final_key(cell, 0)] = record(2.0)
     reproduce.present(name, dict(claim, cells=cells), results, tmp_path)
-    rows = [line for line in (tmp_path / f"{name}.md").read_text().splitlines() if line.startswith("|")]
+    rows = [line for line in (tmp_path / f"{name}.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert [r.split(" | ")[0] for r in rows[2:2 + len(cells)]] == [f"| {c['name']}" for c in cells]
     assert all(re.search(r"[+ ]2\.0", r) and " ± " not in r for r in rows[2:2 + len(cells)]) and len({r.count("|") for r in rows}) == 1
     assert (tmp_path / f"{name}.png").exists() == (name not in ("early-rank", "four-bit"))

@@ -1,12 +1,14 @@
-"""The papers' claims at laptop scale: runs the train scripts as a person would, through their command lines, keeps what they print, and judges.
+"""The papers' claims at laptop scale: runs the train scripts through their command lines, keeps what
+they print, and judges.
 
-    python reproduce.py                      quick mode: eight short runs, seed 0, beside the recorded ones (8 minutes on two cores)
-    python reproduce.py all                  every table below, 3 seeds (8 hours on two cores)
-    python reproduce.py NAME ...             some of them (minutes on two cores, from those of single runs):
+    python -m tools.reproduce                quick mode: eight short runs, seed 0, beside the recorded
+                                             ones (8 minutes on two cores)
+    python -m tools.reproduce all            every table below, 3 seeds (8 hours on two cores)
+    python -m tools.reproduce NAME ...       some of them; minutes on two cores:
         table1           42  paper 1, Table 1: shortcut x init x optimizer, lr searched per row
         constants        13  paper 1: alpha, beta and c, one at a time
-        dino             57  paper 1: self-distillation, dense prediction and object discovery, depth
-        lm               58  paper 2: language models, shortcut x optimizer x temperature, and their quantisation
+        dino             57  paper 1: self-distillation, dense prediction, object discovery, depth
+        lm               58  paper 2: language models, shortcut x optimizer x temperature, quantised
         mae              82  paper 3: masked autoencoders, decay and its ablations, probed at every layer
         mae-depth        34  paper 3: alpha_eff at 6 and 18 layers
         early-rank       21  paper 3: effective rank epoch by epoch
@@ -17,18 +19,20 @@
         four-bit         14  beyond: 4-bit weights, coarse and fine scales, GPTQ
         lm-gap           26  beyond: what moves the skipless language model's loss
         augmented        15  beyond: Table 1's best cells with crops
-        depth 10, targets 9, tiny 8   beyond: the rule that chooses the constants: 24 layers, its targets, another size
-    python reproduce.py claims               no run: the verdicts anew, from what is recorded
-    python reproduce.py NAME --dry-run       the runs that remain, and how long they take
+        depth 10, targets 9, tiny 8    beyond: the rule that chooses the constants
+    python -m tools.reproduce claims         no run: the verdicts anew, from what is recorded
+    python -m tools.reproduce NAME --list    the runs that remain, and how long they take
 
-Finished runs are kept in results/<name>.json, so that a killed reproduction continues and a table can grow. Tables (results/<name>.md), figures, and
-the verdicts (results/claims.md and .json, by the rules in claims.py) are drawn from those files alone.
+Finished runs are kept in results/<name>.json, so a killed reproduction continues and a table can grow.
+Tables (results/<name>.md), figures and verdicts (results/claims.md and .json, by the rules in claims.py)
+are drawn from those files alone.
 """
 import datetime
 import functools
 import json
 import math
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -39,22 +43,26 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-import claims
 import runtime
-from claims import ABLATIONS, METRICS, QUICK, TABLES, UNTRAINED, mean_curve, spread
+from tools import claims, figures
+from tools.claims import METRICS, QUICK, TABLES, UNTRAINED, mean_curve, spread
+from tools.figures import PROBED, by_layer, final_key
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def command(claim, cell, lr, seed, extra=""):
-    return f"{claim['script']} {cell['flags']} --opt {cell['opt']} --lr {lr:g} --seed {seed} {extra}".strip()
+    return (f"{claim['script']} {cell['flags']} --opt {cell['opt']} --lr {lr:g} --seed "
+            f"{seed} {extra}").strip()
 
 
 def python(command_line, out):
     """Run one command on one thread. It ends with this process: see `end_children`."""
-    child = subprocess.Popen([sys.executable, *command_line.split(), "--threads", "1", "--out", out], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    child = subprocess.Popen([sys.executable, *command_line.split(), "--threads", "1", "--out", out],
+                             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
                              env=dict(os.environ, OMP_NUM_THREADS="1"))
     CHILDREN.add(child)
     stdout, stderr = child.communicate()
@@ -73,82 +81,113 @@ def end_children(signum, frame):
 
 
 def run(command_line, after=None):
-    """Run one command in a folder of its own; return its measurements, and those of after(folder), a dict. Raises RuntimeError with the script's own words."""
+    """Run one command in a folder of its own; return its measurements, and those of after(folder), a
+    dict. Raises RuntimeError with the script's own words."""
     with tempfile.TemporaryDirectory() as out:
         start = time.monotonic()
         done = python(command_line, out)
         log = Path(out, "log.jsonl")
-        rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-        record = dict(command=f"python {command_line}", date=datetime.date.today().isoformat(), revision=runtime.git_revision(), hardware=hardware())
-        if done.returncode == 2 and "not finite" in done.stderr:  # an lr too high is an answer, not a fault
+        rows = [json.loads(line)
+                for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+        record = dict(command=f"python {command_line}", date=datetime.date.today().isoformat(),
+                      revision=runtime.git_revision(), hardware=hardware())
+        if done.returncode == 2 and "not finite" in done.stderr:   # an lr too high is an answer
             return dict(record, diverged=done.stderr.strip())
         if done.returncode:
             raise RuntimeError(f"{command_line}\n{done.stderr}")
         record.update(after(out) if after else {}, seconds=round(time.monotonic() - start))
     losses = [r["loss"] for r in rows if "loss" in r]
     last_quarter = losses[-(-3 * len(losses) // 4):] or losses[-1:]
-    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank", "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor",
-                "information", "shared_information", "teacher_entropy", "feature_std", "token_cosine"):
+    for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank",
+                "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor", "information",
+                "shared_information", "teacher_entropy", "feature_std", "token_cosine"):
         if any(key in r for r in rows):
             record[key] = [r[key] for r in rows if key in r]
-    return dict(record, loss=losses[-1], tail_loss=[statistics.mean(last_quarter)],
-                model=next(l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
+    return dict(
+        record, loss=losses[-1], tail_loss=[statistics.mean(last_quarter)], model=next(
+            l.split("model", 1)[1].strip() for l in done.stdout.splitlines() if l.startswith("model")))
 
 
 def measure(line, out, name):
-    """Run a measurement of the checkpoint in a folder; return what it wrote of it to <folder>/<name>.json."""
+    """Run a measurement of the checkpoint in a folder; return what it wrote of it to
+    <folder>/<name>.json."""
     done = python(line, out)
     if done.returncode:
         raise RuntimeError(f"{line}\n{done.stderr}")
-    return json.loads(Path(out, f"{name}.json").read_text())["checkpoints"][0]
+    return json.loads(Path(out, f"{name}.json").read_text(encoding="utf-8"))["checkpoints"][0]
 
 
 def quantize(out):
-    """The run's checkpoint through quantize.py: loss per precision, kurtosis of every block's output, SQNR of the Linears' inputs at 8 bits."""
-    measured = measure(f"quantize.py --ckpt {out}/ckpt.pt --bits 12 8 6 4 --eval-tokens 32768", out, "quantize")
-    return dict(quantized=dict(loss={row["precision"]: row["loss"] for row in measured["rows"]}, sqnr8_mean=measured["sqnr8_mean"], sqnr8_min=measured["sqnr8_min"],
-                               kurtosis=[layer["excess_kurtosis"] for layer in measured["stats"]["block_output"]]))
+    """The run's checkpoint through quantize.py: loss per precision, kurtosis of every block's output,
+    SQNR of the Linears' inputs at 8 bits."""
+    measured = measure(f"quantize.py --ckpt {out} --bits 12 8 6 4 --eval-tokens 32768", out, "quantize")
+    return dict(quantized=dict(
+        loss={row["precision"]: row["loss"] for row in measured["rows"]
+              }, sqnr8_mean=measured["sqnr8_mean"], sqnr8_min=measured["sqnr8_min"],
+        kurtosis=[layer["excess_kurtosis"] for layer in measured["stats"]["block_output"]]))
 
 
 def four_bit(out):
-    """As `quantize`, with weights of 4 bits: the loss by activation width, by scales (of weights, of activations) and rounding."""
+    """As `quantize`, with weights of 4 bits: the loss by activation width, by scales (of weights, of
+    activations) and rounding."""
     measured = {}
-    for weights, acts, rounding in (("tensor", "tensor", ""), ("channel", "tensor", ""), ("channel", "token", ""), ("channel", "token", "gptq")):
-        found = measure(f"quantize.py --ckpt {out}/ckpt.pt --weight-bits 4 --bits 8 4 --weight-granularity {weights} --act-granularity {acts} "
-                        f"--weight-rounding {rounding or 'nearest'} --eval-tokens 32768", out, "quantize")
-        measured[", ".join(filter(None, (weights, acts, rounding)))] = {row["precision"].split()[0]: row["loss"] for row in found["rows"]}
+    for weights, acts, rounding in (("tensor", "tensor", ""), ("channel", "tensor", ""),
+                                    ("channel", "token", ""), ("channel", "token", "gptq")):
+        found = measure(
+            f"quantize.py --ckpt {out} --weight-bits 4 --bits 8 4 --weight-granularity "
+            f"{weights} --act-granularity {acts} "
+            f"--weight-rounding {rounding or 'nearest'} --eval-tokens 32768", out, "quantize")
+        measured[", ".join(filter(None, (weights, acts, rounding)))] = {
+            row["precision"].split()[0]: row["loss"] for row in found["rows"]
+        }
     return dict(four_bit=measured)
 
 
 def probe(out, sets):
-    """The run's checkpoint through probe.py, by layer: k-NN (k = 20) and linear probe in %, effective rank, norm. sets: (data, linear probe) pairs."""
+    """The run's checkpoint through probe.py, by layer: k-NN (k = 20) and linear probe in %, effective
+    rank, norm. sets: (data, linear probe) pairs."""
     probed = {}
     for name, linear in sets:
-        found = measure(f"probe.py layers --ckpt {out} --data {name} --k 20 --linear {linear} --cache {out}/features", out, "probe")
+        found = measure(
+            f"probe.py layers --ckpt {out} --data {name} --k 20 --linear {linear} --cache "
+            f"{out}/features", out, "probe")
         rows = [r for r in found["layers"] if r["layer"] != "final norm"]
-        probed[name] = dict(knn=[100 * r["knn"]["20"] for r in rows], linear=[100 * r["linear"] for r in rows],
-                            effective_rank=[r["effective_rank"] for r in rows], norm=[r["norm"] for r in rows])
+        probed[name] = dict(knn=[100 * r["knn"]["20"]
+                                 for r in rows], linear=[100 * r["linear"] for r in rows],
+                            effective_rank=[r["effective_rank"] for r in rows],
+                            norm=[r["norm"] for r in rows])
     return dict(probed=probed)
 
 
 def dense(out):
-    """`probe` on emoji, then linear segmentation and TokenCut of the composites at 64 px, by layer, in %: what a checkpoint of train_dino.py goes through."""
-    seg, cut = (measure(f"probe.py {what} --ckpt {out} --data composites --img-size 64 --layers all", out, what) for what in ("seg", "tokencut"))
-    single, multi = ([100 * r["miou"] for r in seg["rows"] if (len(r["layers"]) > 1) == many] for many in (False, True))
-    return dict(probe(out, [("emoji", "lbfgs")]), dense=dict(miou=single, miou_multi=multi[0], miou_background=100 * seg["baseline"]["miou"],
-                                                             corloc=[100 * r["corloc"] for r in cut["rows"]], corloc_centre=100 * cut["centre"], corloc_whole=100 * cut["whole"]))
+    """`probe` on emoji, then linear segmentation and TokenCut of the composites at 64 px, by layer, in
+    %: what a checkpoint of train_dino.py goes through."""
+    seg, cut = (measure(f"probe.py {what} --ckpt {out} --data composites --img-size 64 --layers all",
+                        out, what) for what in ("seg", "tokencut"))
+    single, multi = ([100 * r["miou"] for r in seg["rows"] if (len(r["layers"]) > 1) == many]
+                     for many in (False, True))
+    return dict(
+        probe(out, [("emoji", "lbfgs")]),
+        dense=dict(miou=single, miou_multi=multi[0], miou_background=100 * seg["baseline"]["miou"],
+                   corloc=[100 * r["corloc"] for r in cut["rows"]], corloc_centre=100 * cut["centre"],
+                   corloc_whole=100 * cut["whole"]))
 
 
 # What a final run's checkpoint goes through. The scenes have 7 groups and 81 subgroups.
-AFTER = {"train_lm.py": quantize, "train_mae.py": functools.partial(probe, sets=(("scenes", "lbfgs"), ("scenes-subgroups", "ridge"))),
-         "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"),)), "train_dino.py": dense,
-         "emoji": functools.partial(probe, sets=(("emoji", "lbfgs"),)), "four_bit": four_bit}
+AFTER = {
+    "train_lm.py": quantize,
+    "train_mae.py": functools.partial(probe, sets=(("scenes", "lbfgs"), ("scenes-subgroups", "ridge"))),
+    "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"), )), "train_dino.py": dense,
+    "emoji": functools.partial(probe, sets=(("emoji", "lbfgs"), )), "four_bit": four_bit
+}
 
 
 def hardware():
-    """What a reader needs to compare times and rounding."""
-    import torch
-    return f"{os.cpu_count()} CPU cores ({runtime.cpu_name()}), one thread per run, torch {torch.__version__}"
+    """What a reader needs to compare times and rounding: cores, processor, torch."""
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else ()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{os.cpu_count()} CPU cores ({name}), one thread per run, torch {torch.__version__}"
 
 
 class Results:
@@ -163,19 +202,23 @@ class Results:
         """Take over what the file holds by now. Raises BadInput where that is no record of runs."""
         if self.path.exists():
             try:
-                self.data["runs"].update(dict(json.loads(self.path.read_text())["runs"].items()))
+                self.data["runs"].update(
+                    dict(json.loads(self.path.read_text(encoding="utf-8"))["runs"].items()))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise runtime.BadInput(f"{self.path} is damaged: restore it from the repository, or delete it to run its table again") from error
+                raise runtime.BadInput(
+                    f"{self.path} is damaged: restore it from the repository, or delete it to run "
+                    "its table again") from error
 
     def put(self, key, record):
         self.read()                                              # another process may have added to it
         self.data["runs"][key] = record
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self.data, indent=1, sort_keys=True) + "\n")
+        temporary.write_text(json.dumps(self.data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         os.replace(temporary, self.path)
 
     def final(self, key, line=None, metric="val_top1"):
-        """The last value of a run; nan for a run that diverged, None for one not yet made (or made by another command than `line`)."""
+        """The last value of a run; nan for a run that diverged, None for one not yet made (or made by
+        another command than `line`)."""
         record = self.data["runs"].get(key)
         if record is None or (line is not None and record["command"] != f"python {line}"):
             return None
@@ -186,18 +229,16 @@ def search_key(cell, lr):
     return f"search | {cell['name']} | lr {lr:g}"
 
 
-def final_key(cell, seed):
-    return f"final | {cell['name']} | seed {seed}"
-
-
 def best_lr(cell, results, metric=METRICS["train_vit.py"]):
-    """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end: up to 7 lrs, and not where the best is
-    useless, since near chance there is nothing to follow."""
+    """(best lr so far, lrs still to try). The grid widens by its own step while its best lies at an end:
+    up to 7 lrs, and not where the best is useless, since near chance there is nothing to follow."""
     def score(lr):
         value = results.final(search_key(cell, lr), metric=metric["search"])
         return -math.inf if math.isnan(value) else metric["sign"] * value
-    if isinstance(cell["lrs"], str):                               # the cell whose lr this one takes over
-        claims = sorted(TABLES.values(), key=lambda claim: cell not in claim["cells"])     # its own claim first: cells of others may have the same name
+
+    if isinstance(cell["lrs"], str):  # the cell whose lr this one takes over
+        claims = sorted(TABLES.values(), key=lambda claim: cell not in claim[
+            "cells"])  # its own claim first: cells of others may have the same name
         other = next(c for claim in claims for c in claim["cells"] if c["name"] == cell["lrs"])
         return best_lr(other, results, metric)[0], []
     lrs = list(cell["lrs"])
@@ -211,96 +252,138 @@ def best_lr(cell, results, metric=METRICS["train_vit.py"]):
         if len(lrs) >= 7 or lrs[0] < best < lrs[-1] or score(best) < metric["useless"]:
             return best, []
         step = lrs[1] / lrs[0]
-        lrs = [float(f"{lrs[0] / step:.1g}"), *lrs] if best == lrs[0] else [*lrs, float(f"{lrs[-1] * step:.1g}")]
+        lrs = [float(f"{lrs[0] / step:.1g}"), *lrs
+               ] if best == lrs[0] else [*lrs, float(f"{lrs[-1] * step:.1g}")]
 
 
 def pending(claim, results, seeds):
-    """The runs that can be made now: [(key, command)]. Searches first; then seed by seed over all cells whose lr is known."""
+    """The runs that can be made now: [(key, command)]. Searches first; then seed by seed over all cells
+    whose lr is known."""
     jobs = []
     for cell in claim["cells"]:
         lr, missing = best_lr(cell, results, METRICS[claim["script"]])
         jobs += [(search_key(cell, m), command(claim, cell, m, 1000, claim["search"])) for m in missing]
         if lr is not None:
-            lines = {final_key(cell, s): command(claim, cell, lr, s, claim["final"]) for s in range(min(seeds, cell.get("seeds", seeds)))}
+            lines = {
+                final_key(cell, s): command(claim, cell, lr, s, claim["final"])
+                for s in range(min(seeds, cell.get("seeds", seeds)))
+            }
             jobs += [(key, line) for key, line in lines.items() if results.final(key, line) is None]
-    return sorted(jobs, key=lambda job: (job[0].startswith("final"), int(job[0].split()[-1]) if job[0].startswith("final") else 0))
+    return sorted(
+        jobs, key=lambda job: (job[0].startswith("final"), int(job[0].split()[-1])
+                               if job[0].startswith("final") else 0))
 
 
 def finished(claim, results, seeds, key):
-    """(cell, lr, its final runs, those that hold what `key` names) of every cell that has a run and whose lr is known."""
+    """(cell, lr, its final runs, those that hold what `key` names) of every cell that has a run and
+    whose lr is known."""
     for cell in claim["cells"]:
         lr, _ = best_lr(cell, results, METRICS[claim["script"]])
-        runs = [results.data["runs"][final_key(cell, s)] for s in range(seeds) if final_key(cell, s) in results.data["runs"]]
+        runs = [
+            results.data["runs"][final_key(cell, s)] for s in range(seeds)
+            if final_key(cell, s) in results.data["runs"]
+        ]
         if runs and lr is not None:
             yield cell, lr, runs, [r for r in runs if key in r]
 
 
 def markdown(heads, rows):
-    return "\n".join([f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    return "\n".join([
+        f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |"
+                                                                 for row in rows)
+    ]) + "\n"
 
 
 def table(claim, results, seeds):
     """The Markdown table, from the recorded runs alone."""
     rows = []
     for cell, lr, runs, _ in finished(claim, results, seeds, "val_top1"):
-        rows.append([cell["name"], str(cell["paper"] or "-"), spread([(r.get("val_top1") or [math.nan])[-1] for r in runs]), str(len(runs)), f"{lr:g}"])
+        rows.append([
+            cell["name"],
+            str(cell["paper"] or "-"),
+            spread([(r.get("val_top1") or [math.nan])[-1] for r in runs]),
+            str(len(runs)), f"{lr:g}"
+        ])
     return markdown(["cell", "paper", "ours, mean ± std", "seeds", "lr"], rows)
 
 
 def lm_table(claim, results, seeds):
-    """As `table`, for language models: validation loss, what each activation width adds to it, and how Gaussian the blocks' outputs are."""
+    """As `table`, for language models: validation loss, what each activation width adds to it, and how
+    Gaussian the blocks' outputs are."""
     rows = []
     for cell, lr, runs, good in finished(claim, results, seeds, "quantized"):
         shown = [spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 3)]
-        shown += [spread([r["quantized"]["loss"][f"W8A{bits}"] - r["quantized"]["loss"]["float32"] for r in good], 3, "+") for bits in (12, 8, 6, 4)]
+        shown += [
+            spread(
+                [r["quantized"]["loss"][f"W8A{bits}"] - r["quantized"]["loss"]["float32"]
+                 for r in good], 3, "+") for bits in (12, 8, 6, 4)
+        ]
         kurtosis = [r["quantized"]["kurtosis"] for r in good]
-        shown += [spread([k[round(len(k) * 2 / 3) - 1] for k in kurtosis], 2), spread([max(k) for k in kurtosis], 2)]
-        shown += [spread([r["quantized"]["sqnr8_mean"] for r in good], 1), spread([r["isometry_drift"][-1] for r in good], 2)]
+        shown += [
+            spread([k[round(len(k) * 2 / 3) - 1] for k in kurtosis], 2),
+            spread([max(k) for k in kurtosis], 2)
+        ]
+        shown += [
+            spread([r["quantized"]["sqnr8_mean"] for r in good], 1),
+            spread([r["isometry_drift"][-1] for r in good], 2)
+        ]
         rows.append([cell["name"], *shown, str(len(runs)), f"{lr:g}"])
-    return markdown(["cell", "val loss", "A12", "A8", "A6", "A4", "kurtosis at ⅔ depth", "largest", "SQNR at 8 bits, dB", "isometry drift", "seeds", "lr"], rows)
-
-
-def by_layer(runs, data, measure):
-    """Mean over runs of a measure of probe.py by layer, a list; and the list over runs of those lists. Layer 0 is the embedding."""
-    curves = [r["probed"][data][measure] for r in runs]
-    return mean_curve(curves), curves
-
-
-PROBED = {"train_mae.py": dict(data="scenes", paper="paper, linear"), "train_sit.py": dict(data="mnist5k", paper="paper, FID"), "train_dino.py": dict(data="emoji", paper="paper")}
+    return markdown([
+        "cell", "val loss", "A12", "A8", "A6", "A4", "kurtosis at ⅔ depth", "largest",
+        "SQNR at 8 bits, dB", "isometry drift", "seeds", "lr"
+    ], rows)
 
 
 def probed_table(claim, results, seeds):
-    """As `table`, for frozen features by layer. The best layer is that of the mean over seeds. Masked autoencoders have subgroups beside it, flow matching
-    the Fréchet distance in the place of norms."""
+    """As `table`, for frozen features by layer. The best layer is that of the mean over seeds. Masked
+    autoencoders have subgroups beside it, flow matching the Fréchet distance in the place of norms."""
     how = PROBED[claim["script"]]
     flow, mae = (claim["script"] == f"train_{kind}.py" for kind in ("sit", "mae"))
-    heads = ["cell", how["paper"], "val loss", *["Fréchet distance (ViT features)"] * flow, "k-NN, best layer", "last layer", "linear, best layer", "last layer",
-             *["subgroups, k-NN"] * mae, "effective rank, last layer", *["norm, last layer / embedding"] * (not flow), "alpha_eff", "seeds", "lr"]
+    heads = [
+        "cell", how["paper"], "val loss", *["Fréchet distance (ViT features)"] * flow,
+        "k-NN, best layer", "last layer", "linear, best layer", "last layer", *["subgroups, k-NN"] * mae,
+        "effective rank, last layer", *["norm, last layer / embedding"] * (not flow), "alpha_eff",
+        "seeds", "lr"
+    ]
     rows = []
     for cell, lr, runs, good in finished(claim, results, seeds, "probed"):
         if not good:
             continue
         best = []
-        for data, measure in ((how["data"], "knn"), (how["data"], "linear"), *[(how["data"] + "-subgroups", "knn")] * mae):
+        for data, measure in ((how["data"], "knn"), (how["data"], "linear"),
+                              *[(how["data"] + "-subgroups", "knn")] * mae):
             mean, curves = by_layer(good, data, measure)
             top = max(range(len(mean)), key=lambda l: mean[l])
             best += [f"{spread([c[top] for c in curves])} ({top})", spread([c[-1] for c in curves])]
         rank, norm = (by_layer(good, how["data"], measure)[1] for measure in ("effective_rank", "norm"))
         alpha = good[0].get("alpha_eff")
-        rows.append([cell["name"], str(cell["paper"] or "-"), spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 4 if flow else 3),
-                     *[spread([r["frechet_vit"][-1] for r in good], 2) for _ in range(flow)], *best[:4 + mae], spread([c[-1] for c in rank], 2),
-                     *[spread([c[-1] / c[0] for c in norm], 1) for _ in range(not flow)], f"{alpha[-1]:.2g}" if alpha else "-", str(len(runs)), f"{lr:g}"])
+        rows.append([
+            cell["name"],
+            str(cell["paper"] or "-"),
+            spread([r["val_loss"][-1] if "val_loss" in r else math.nan for r in runs], 4 if flow else 3),
+            *[spread([r["frechet_vit"][-1] for r in good], 2) for _ in range(flow)], *best[:4 + mae],
+            spread([c[-1] for c in rank],
+                   2), *[spread([c[-1] / c[0] for c in norm], 1) for _ in range(not flow)],
+            f"{alpha[-1]:.2g}" if alpha else "-",
+            str(len(runs)), f"{lr:g}"
+        ])
     return markdown(heads, rows)
 
 
 def early_table(claim, results, seeds):
-    """As `table`: after every epoch the effective rank of the last layer and the k-NN of the best one, of train_mae.py's own look at each."""
+    """As `table`: after every epoch the effective rank of the last layer and the k-NN of the best one,
+    of train_mae.py's own look at each."""
     rows, epochs = [], 0
     for cell, _, runs, good in finished(claim, results, seeds, "val_knn"):
         epochs = len(good[0]["val_knn"])
-        shown = [spread([r["effective_rank"][e][-1] for r in good], 2) for e in range(epochs)] + [spread([max(r["val_knn"][e]) for r in good]) for e in range(epochs)]
+        shown = [spread([r["effective_rank"][e][-1] for r in good], 2) for e in range(epochs)
+                 ] + [spread([max(r["val_knn"][e]) for r in good]) for e in range(epochs)]
         rows.append([cell["name"], *shown, str(len(runs))])
-    return markdown(["cell", *[f"{what}, epoch {e + 1}" for what in ("effective rank", "k-NN") for e in range(epochs)], "seeds"], rows)
+    return markdown([
+        "cell",
+        *[f"{what}, epoch {e + 1}" for what in ("effective rank", "k-NN")
+          for e in range(epochs)], "seeds"
+    ], rows)
 
 
 def four_bit_table(claim, results, seeds):
@@ -310,264 +393,102 @@ def four_bit_table(claim, results, seeds):
         found = [r["four_bit"] for r in good]
         pairs = [(scales, width) for width in ("W4A8", "W4A4") for scales in found[0]]
         heads = [f"{width}, {scales}" for scales, width in pairs]
-        shown = [spread([f[scales][width] - f[scales]["float32"] for f in found], 3, "+") for scales, width in pairs]
+        shown = [
+            spread([f[scales][width] - f[scales]["float32"] for f in found], 3, "+")
+            for scales, width in pairs
+        ]
         rows.append([cell["name"], spread([r["val_loss"][-1] for r in good], 3), *shown, str(len(runs))])
     return markdown(["cell", "val loss", *heads, "seeds"], rows)
 
 
 def dense_table(claim, results, seeds):
-    """As `table`, for DINO: the monitors of collapse, and what frozen patch features know, of the best layer by the mean over seeds, of the last, and of four layers."""
-    heads = ["cell", "paper: mIoU / CorLoc", "shared information, nats", "feature std", "token cosine, last layer", "k-NN, best layer", "last layer", "mIoU, best layer", "last layer", "multi-scale",
-             "CorLoc, best layer", "last layer", "seeds", "lr"]
+    """As `table`, for DINO: the monitors of collapse, and what frozen patch features know, of the best
+    layer by the mean over seeds, of the last, and of four layers."""
+    heads = [
+        "cell", "paper: mIoU / CorLoc", "shared information, nats", "feature std",
+        "token cosine, last layer", "k-NN, best layer", "last layer", "mIoU, best layer", "last layer",
+        "multi-scale", "CorLoc, best layer", "last layer", "seeds", "lr"
+    ]
     rows, trivial = [], None
     for cell, lr, runs, good in finished(claim, results, seeds, "dense"):
         if not good:
             continue
         trivial = good[0]["dense"]
-        shown = [spread([r["shared_information"][-1] for r in good], 2), spread([r["feature_std"][-1] for r in good], 2), spread([r["token_cosine"][-1][-1] for r in good], 2)]
-        for curves, first in (([r["probed"]["emoji"]["knn"] for r in good], 0), ([r["dense"]["miou"] for r in good], 1), ([r["dense"]["corloc"] for r in good], 1)):
+        shown = [
+            spread([r["shared_information"][-1] for r in good], 2),
+            spread([r["feature_std"][-1] for r in good], 2),
+            spread([r["token_cosine"][-1][-1] for r in good], 2)
+        ]
+        for curves, first in (([r["probed"]["emoji"]["knn"]
+                                for r in good], 0), ([r["dense"]["miou"] for r in good], 1),
+                              ([r["dense"]["corloc"] for r in good], 1)):
             mean = mean_curve(curves)
             top = max(range(len(mean)), key=lambda l: mean[l])
-            shown += [f"{spread([c[top] for c in curves])} ({top + first})", spread([c[-1] for c in curves])]
+            shown += [
+                f"{spread([c[top] for c in curves])} ({top + first})",
+                spread([c[-1] for c in curves])
+            ]
         shown.insert(7, spread([r["dense"]["miou_multi"] for r in good]))
-        rows.append([cell["name"], cell["paper"] or "-", *shown, str(len(runs)), "-" if cell.get("lrs") == UNTRAINED["lrs"] else f"{lr:g}"])
+        rows.append([
+            cell["name"], cell["paper"] or "-", *shown,
+            str(len(runs)), "-" if cell.get("lrs") == UNTRAINED["lrs"] else f"{lr:g}"
+        ])
     if trivial:
-        rows.append(["all background / centre box / whole image", *["-"] * 6, f"{trivial['miou_background']:.1f}", "-", "-",
-                     f"{trivial['corloc_centre']:.1f} / {trivial['corloc_whole']:.1f}", "-", "-", "-"])
+        rows.append([
+            "all background / centre box / whole image", *["-"] * 6, f"{trivial['miou_background']:.1f}",
+            "-", "-", f"{trivial['corloc_centre']:.1f} / {trivial['corloc_whole']:.1f}", "-", "-", "-"
+        ])
     return markdown(heads, rows)
 
 
-def dense_figure(claim, results, seeds, path):
-    """Token cosine, k-NN, mIoU and CorLoc by layer, means over seeds; residual nets grey, untrained dotted, AdamW dashed; without the other depths."""
-    plt = runtime.pyplot()
-    fig, axes = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
-    axes = axes.flatten()
-    greys = iter([".75", ".1", ".35", ".55"])
-    for cell in claim["cells"]:
-        runs = [r for s in range(seeds) if "dense" in (r := results.data["runs"].get(final_key(cell, s), {}))]
-        if not runs or " layers" in cell["name"]:
-            continue
-        style = dict(ls=":" if "untrained" in cell["name"] else "--" if "AdamW" in cell["name"] else "-", **(dict(color=next(greys)) if cell["name"].startswith("residual") else {}))
-        measures = [[r["token_cosine"][-1] for r in runs], [r["probed"]["emoji"]["knn"] for r in runs], [r["dense"]["miou"] for r in runs], [r["dense"]["corloc"] for r in runs]]
-        for axis, curves, first in zip(axes, measures, (0, 0, 1, 1)):
-            mean = mean_curve(curves)
-            line, = axis.plot(range(first, first + len(mean)), mean, "o", ms=3, label=cell["name"], **style)
-            style["color"] = line.get_color()
-        trivial = runs[0]["dense"]
-    for axis, label in zip(axes, ("cosine between an image's tokens", "k-NN, %", "linear segmentation, mIoU %", "TokenCut, CorLoc %")):
-        axis.set(xlabel="layer (0: embedding)", ylabel=label)
-        axis.grid(alpha=.3)
-    for axis, level in ((axes[2], "miou_background"), (axes[3], "corloc_centre")):
-        axis.axhline(trivial[level], color="k", lw=.8, ls="-.")
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=3)
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-
-
-def layers_figure(claim, results, seeds, path):
-    """k-NN, linear probe and effective rank by layer, means over seeds; residual nets grey, SOAP dashed; without the ablations."""
-    plt = runtime.pyplot()
-    fig, axes = plt.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
-    greys, shown = iter([".2", ".45", ".7"]), [c for c in claim["cells"] if c["name"] not in ABLATIONS]
-    for cell in shown:
-        runs = [r for s in range(seeds) if "probed" in (r := results.data["runs"].get(final_key(cell, s), {}))]
-        if not runs:
-            continue
-        style = dict(color=next(greys, ".8")) if cell["name"].startswith("residual") else {}
-        for axis, measure in zip(axes, ("knn", "linear", "effective_rank")):
-            mean, _ = by_layer(runs, PROBED[claim["script"]]["data"], measure)
-            axis.plot(range(len(mean)), mean, "o", ms=3, ls="--" if "SOAP" in cell["name"] else "-", label=cell["name"], **style)
-    for axis, label in zip(axes, ("k-NN, %", "linear probe, %", "effective rank, nats")):
-        axis.set(xlabel="layer (0: embedding)", ylabel=label)
-        axis.grid(alpha=.3)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-
-
-COMPACT = {"lm": ("cell", "val loss", "A8", "A6", "kurtosis at ⅔ depth", "SQNR at 8 bits, dB", "seeds"),     # README's columns of the wide tables
-           "mae": ("cell", "paper, linear", "k-NN, best layer", "linear, best layer", "effective rank, last layer", "alpha_eff", "seeds")}
+COMPACT = {
+    "lm": ("cell", "val loss", "A8", "A6", "kurtosis at ⅔ depth", "SQNR at 8 bits, dB",
+           "seeds"),  # the columns that docs/results.md shows
+    "mae": ("cell", "paper, linear", "k-NN, best layer", "linear, best layer",
+            "effective rank, last layer", "alpha_eff", "seeds")
+}
 
 
 def compact(name, text):
-    """A table as README shows it: of some, not all columns."""
+    """A table as docs/results.md shows it: of some, not all columns."""
     rows = [line.strip("|").split("|") for line in text.splitlines()]
     heads = [h.strip() for h in rows[0]]
     kept = [heads.index(h) for h in COMPACT.get(name, heads)]
-    return "".join("|" + "|".join(row[i] for i in kept) + "|\n" for row in rows) if name in COMPACT else text
+    return "".join("|" + "|".join(row[i] for i in kept) + "|\n"
+                   for row in rows) if name in COMPACT else text
 
 
-def show_in_readme(name, text):
-    """Put the table between <!-- name --> and <!-- /name --> of README.md, if it has that place; so the README shows what was recorded."""
-    path = HERE / "README.md"
-    before, start, rest = path.read_text().partition(f"<!-- {name} -->\n")
-    if start:
-        path.write_text(before + start + text + rest[rest.index(f"<!-- /{name} -->"):])
+def show_in_docs(name, text):
+    """Put the text between <!-- name --> and <!-- /name --> of README and docs, where that place is."""
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        before, start, rest = path.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+        if start:
+            runtime.write_text(path, before + start + text + rest[rest.index(f"<!-- /{name} -->"):])
 
 
-def lm_figure(claim, results, seeds, path):
-    """Left: excess kurtosis of the blocks' outputs over depth. Right: what each activation width costs. Means over seeds; residual nets grey.
+# ---------------------------------------------------------------------------------------------------
 
-    Cells that learned nothing are left out: a net that ignores its input loses nothing by rounding."""
-    plt = runtime.pyplot()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 3.8), layout="constrained")
-    bits, greys = (12, 8, 6, 4), iter([".2", ".4", ".6", ".8"])
-    for cell in claim["cells"]:
-        runs = [r["quantized"] for s in range(seeds) if "quantized" in (r := results.data["runs"].get(final_key(cell, s), {}))]
-        if runs and statistics.mean(r["loss"]["float32"] for r in runs) < -METRICS["train_lm.py"]["useless"]:
-            style = dict(color=next(greys, ".8"), ls="--") if cell["name"].startswith("residual,") else {}
-            mean = mean_curve([r["kurtosis"] for r in runs])
-            left.plot(range(1, len(mean) + 1), mean, "o", ms=3, label=cell["name"], **{"ls": "-", **style})
-            cost = [statistics.mean(r["loss"][f"W8A{b}"] - r["loss"]["float32"] for r in runs) for b in bits]
-            right.plot([f"A{b}" for b in bits], cost, "o", ms=3, **{"ls": "-", **style})
-    left.set(xlabel="block", ylabel="excess kurtosis of its output", yscale="symlog")
-    right.set(xlabel="bits of the activations (weights 8)", ylabel="loss added, nats per token", yscale="log")
-    fig.legend(loc="outside right center", frameon=False, fontsize=8)
-    for axis in (left, right):
-        axis.grid(alpha=.3)
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-
-
-def figure(claim, results, seeds, path):
-    """Validation curves, mean over seeds with the range shaded; one panel per optimizer."""
-    plt = runtime.pyplot()
-    optimizers = list(dict.fromkeys(cell["opt"] for cell in claim["cells"]))
-    fig, axes = plt.subplots(1, len(optimizers), figsize=(5 * len(optimizers), 3.8), sharey=True, squeeze=False, constrained_layout=True)
-    label = lambda cell: cell["name"].rsplit(",", 1)[0]              # without the optimizer, so that a cell has one colour in all panels
-    labels = list(dict.fromkeys(map(label, claim["cells"])))
-    skipless = [name for name in labels if name.startswith("skipless")]
-    style = lambda name: (f"C{skipless.index(name)}", "-") if name in skipless else ("0.5", ["-", ":"][labels.index(name) % 2])
-    for axis, opt in zip(axes[0], optimizers):
-        for cell in claim["cells"]:
-            runs = [results.data["runs"].get(final_key(cell, s), {}).get("val_top1", []) for s in range(seeds)]
-            runs = [r for r in runs if r]
-            if cell["opt"] == opt and runs:
-                color, line = style(label(cell))
-                epochs = range(1, len(runs[0]) + 1)
-                axis.plot(epochs, mean_curve(runs), line, color=color, label=label(cell))
-                axis.fill_between(epochs, [min(v) for v in zip(*runs)], [max(v) for v in zip(*runs)], color=color, alpha=.15, lw=0)
-        axis.set(xlabel="epoch", title={"adamw": "AdamW", "soap": "SOAP", "muon": "Muon", "kl-shampoo": "KL-Shampoo"}[opt], ylim=(0, 100))
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=.3)
-        axis.legend(frameon=False, fontsize=7, loc="lower right")
-    axes[0, 0].set_ylabel("validation top-1, %")
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One figure per paper, for the README: legible on white and on black.
-
-GREY, BLUE, ORANGE, GREEN, PINK, VIOLET = "#6e7681", "#2f81f7", "#d9701e", "#2da44e", "#db61a2", "#a371f7"
-
-
-def paper_figure(panels, path):
-    """panels: functions that each draw on one axis. Grey text on a transparent ground is legible in both of GitHub's themes."""
-    plt = runtime.pyplot()
-    parts = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color", "grid.color"
-    style = {"axes.facecolor": "none", "axes.grid": True, "axes.axisbelow": True, "grid.alpha": .3, "legend.frameon": False,
-             "font.size": 9.5, "legend.fontsize": 8.5, "axes.titlesize": 10.5}
-    with plt.rc_context(dict.fromkeys(parts, GREY) | style):
-        fig, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), layout="constrained")
-        for axis, panel in zip(axes, panels):
-            panel(axis)
-        fig.savefig(path, dpi=150, transparent=True)
-        plt.close(fig)
-
-
-def whole_runs(e, table, cell):
-    """Those that did not diverge: a curve of half a run would end in nothing."""
-    if not (found := [r for r in e.runs(table, cell) if "diverged" not in r]):
-        raise claims.NotMeasured(f"every run of {table}, {cell} diverged")
-    return found
-
-
-def paper1(e, path):
-    """Accuracy of shortcut x init x optimizer, and by epoch."""
-    nets = {"residual": "residual, default init", "residual\n+ init": "residual, paper init", "skipless": "skipless, default init", "skipless\n+ init": "skipless, paper init"}
-
-    def corners(axis):
-        for shift, opt, color in ((-.2, "AdamW", BLUE), (.2, "SOAP", ORANGE)):
-            means, spreads = zip(*(claims.moments(e(claims.TOP1, "table1", f"{net}, {opt}")) for net in nets.values()))
-            bars = axis.bar([i + shift for i in range(len(nets))], means, .38, yerr=spreads, color=color, ecolor=GREY, capsize=2, label=opt)
-            axis.bar_label(bars, fmt="%.1f", fontsize=7.5, color=GREY, padding=2)
-        axis.set(xticks=range(len(nets)), xticklabels=list(nets), ylabel="top-1, %", ylim=(0, 112), title="without shortcuts, init and SOAP are both needed")
-        axis.legend(loc="upper center", ncols=2)
-
-    def epochs(axis):
-        for cell, color, style in (("residual, default init, AdamW", BLUE, "--"), ("residual, default init, SOAP", ORANGE, "--"), ("skipless, default init, SOAP", PINK, "-"),
-                                   ("skipless, paper init, AdamW", BLUE, "-"), ("skipless, paper init, SOAP", ORANGE, "-")):
-            curves = [r["val_top1"] for r in whole_runs(e, "table1", cell)]
-            axis.plot(range(1, len(curves[0]) + 1), mean_curve(curves), style, color=color, label=claims.label(cell).replace(" paper", ""))
-        axis.set(xlabel="epoch", title="validation accuracy by epoch", ylim=(0, 100))
-        axis.legend(loc="lower right")
-    paper_figure((corners, epochs), path)
-
-
-def paper2(e, path):
-    """Kurtosis by depth, and what the activations' bits cost."""
-    cells = [(f"{net}, {opt}", color, style) for net, style in (("residual", "--"), ("skipless", "-"))
-             for opt, color in (("AdamW", BLUE), ("KL-Shampoo", GREEN), ("SOAP", ORANGE), ("Muon", PINK))]
-
-    def kurtosis(axis):
-        for cell, color, style in cells:
-            curve = mean_curve([r["quantized"]["kurtosis"] for r in whole_runs(e, "lm", cell)])
-            axis.plot(range(1, len(curve) + 1), curve, style, color=color, label=cell)
-        axis.set(xlabel="block", ylabel="excess kurtosis", title="tails by depth, each net at its own lr")
-        axis.set_ylim(top=1.35 * axis.get_ylim()[1])                          # room for the legend
-        axis.legend(ncols=2, loc="upper left", columnspacing=1)
-
-    def cost(axis):
-        for cell, color, style in cells:
-            axis.plot([f"A{b}" for b in claims.COST], [claims.moments(e(m, "lm", cell))[0] for m in claims.COST.values()], style, color=color, marker="o", ms=3)
-        axis.set(xlabel="bits of activations (weights 8)", ylabel="loss added, nats per byte", title="what rounding costs")
-        axis.set_yscale("symlog", linthresh=1e-3)
-    paper_figure((kurtosis, cost), path)
-
-
-def paper3(e, path):
-    """k-NN by layer, and effective rank beside it by alpha_min."""
-    cells = dict(zip(claims.ALPHAS, ("1", ".8", ".7", ".6", ".5")))
-
-    def layers(axis):
-        for cell, color in zip(cells, (GREY, BLUE, GREEN, ORANGE, PINK)):
-            curve = mean_curve([r["probed"]["scenes"]["knn"] for r in whole_runs(e, "mae", cell)])
-            axis.plot(range(len(curve)), curve, color=color, label=f"alpha_min {cells[cell]}" + ", plain shortcuts" * (cells[cell] == "1"), lw=2.4 if cells[cell] == ".6" else 1.2)
-        if "pixels" in e.data:
-            scenes = e.data["pixels"]["sets"]["scenes"]
-            for level, text in ((scenes["knn20"], "raw pixels"), (scenes["largest_class"], "the largest class alone")):
-                axis.axhline(level, ls=":", color=GREY)
-                axis.annotate(text, (0, level), (0, 2), textcoords="offset points", fontsize=8)
-        axis.set(xlabel="layer (0: embedding)", ylabel="k-NN, %", title="what frozen features know")
-        axis.set_ylim(top=1.1 * axis.get_ylim()[1])                           # room for the legend
-        axis.legend(loc="upper left", ncols=2)
-
-    def rank(axis):
-        axis.set(title="rank falls as the shortcut decays", xlabel="alpha_min", xticks=range(len(cells)), xticklabels=cells.values())
-        for side, shift, measure, color, text in ((axis, -.06, claims.RANK, VIOLET, "effective rank of the last layer, nats"),
-                                                  (axis.twinx(), .06, claims.KNN, ORANGE, "k-NN of the best layer, %")):
-            means, spreads = zip(*(claims.moments(e(measure, "mae", cell)) for cell in cells))
-            side.errorbar([i + shift for i in range(len(cells))], means, spreads, fmt="o-", ms=4, capsize=3, color=color)
-            side.set_ylabel(text, color=color)
-            side.grid(False)
-    paper_figure((layers, rank), path)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-SHOW = {"train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": probed_table, "train_sit.py": probed_table, "train_dino.py": dense_table,
-        "early-rank": early_table, "four-bit": four_bit_table, "contrastive": probed_table}
-DRAW = {"train_vit.py": figure, "train_lm.py": lm_figure, "train_mae.py": layers_figure, "train_sit.py": layers_figure, "train_dino.py": dense_figure,
-        "early-rank": None, "four-bit": None, "contrastive": layers_figure}
+SHOW = {
+    "train_vit.py": table, "train_lm.py": lm_table, "train_mae.py": probed_table,
+    "train_sit.py": probed_table, "train_dino.py": dense_table, "early-rank": early_table,
+    "four-bit": four_bit_table, "contrastive": probed_table
+}
+DRAW = {
+    "train_vit.py": figures.accuracy_figure, "train_lm.py": figures.kurtosis_figure,
+    "train_mae.py": figures.layers_figure, "train_sit.py": figures.layers_figure,
+    "train_dino.py": figures.dense_figure, "early-rank": None, "four-bit": None,
+    "contrastive": figures.layers_figure
+}
 
 
 def outlook(claim, results, seeds):
-    """(runs that remain, seconds of one of them): the final runs of cells whose lr is not yet known count too. A run takes what its like took, or what the table declares."""
+    """(runs that remain, seconds of one of them): the final runs of cells whose lr is not yet known
+    count too. A run takes what its like took, or what the table declares."""
     jobs = pending(claim, results, seeds)
     unknown = [c for c in claim["cells"] if best_lr(c, results, METRICS[claim["script"]])[0] is None]
     known = [r["seconds"] for r in results.data["runs"].values() if "seconds" in r]
-    return len(jobs) + sum(min(seeds, c.get("seeds", seeds)) for c in unknown), statistics.mean(known) if known else 60 * claim["minutes"]
+    return len(jobs) + sum(min(seeds, c.get("seeds", seeds))
+                           for c in unknown), statistics.mean(known) if known else 60 * claim["minutes"]
 
 
 def say_time(seconds):
@@ -576,11 +497,13 @@ def say_time(seconds):
 
 def complete(name, claim, results, seeds, jobs):
     """Make the runs of a table that remain, `jobs` at a time, each kept as soon as it ends."""
-    for out, line in claim.get("needs", {}).items():               # a checkpoint that the runs themselves read
-        if not (HERE / out / "ckpt.pt").exists() and (done := python(line, out)).returncode:
-            raise runtime.BadInput(f"{line} failed, and {name} needs its checkpoint: {done.stderr.strip()}")
+    for out, line in claim.get("needs", {}).items():  # a checkpoint that the runs themselves read
+        if not (ROOT / out / "ckpt.pt").exists() and (done := python(line, out)).returncode:
+            raise runtime.BadInput(
+                f"{line} failed, and {name} needs its checkpoint: {done.stderr.strip()}")
     after = AFTER.get(claim.get("after", claim["script"]))
-    with ThreadPoolExecutor(jobs) as pool, tqdm(unit="run", desc=name, total=outlook(claim, results, seeds)[0]) as bar:
+    with ThreadPoolExecutor(jobs) as pool, tqdm(unit="run", desc=name,
+                                                total=outlook(claim, results, seeds)[0]) as bar:
         running = {}
         while True:
             for key, line in pending(claim, results, seeds):
@@ -600,137 +523,193 @@ def complete(name, claim, results, seeds, jobs):
 
 def present(name, claim, results, folder):
     """The table and the figure of what is recorded, of all seeds as in the verdicts."""
-    seeds = 1 + max((int(key.split()[-1]) for key in results.data["runs"] if key.startswith("final")), default=0)
+    seeds = 1 + max(
+        (int(key.split()[-1]) for key in results.data["runs"] if key.startswith("final")), default=0)
     text = SHOW.get(name, SHOW[claim["script"]])(claim, results, seeds)
     where = sorted({f"{r['hardware']}, {r['date']}" for r in results.data["runs"].values()})
-    (folder / f"{name}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n")
-    if folder == HERE / "results":
-        show_in_readme(name, compact(name, text))
+    (folder / f"{name}.md").write_text(f"# {claim['title']}\n\n{text}\n" + "\n".join(where) + "\n",
+                                       encoding="utf-8")
+    if folder == ROOT / "results":
+        show_in_docs(name, compact(name, text))
     if draw := DRAW.get(name, DRAW[claim["script"]]):
         draw(claim, results, seeds, folder / f"{name}.png")
     print(text)
 
 
 def recorded(folder):
-    """{table: its runs} of all that a folder holds, and "init", "pixels": what `python init.py` wrote, and `probe.py layers --pixels`."""
-    data = {name: Results(folder / f"{name}.json").data["runs"] for name in TABLES if (folder / f"{name}.json").exists()}
+    """{table: its runs} of all that a folder holds, and "init", "pixels": what evals.conditioning wrote,
+    and `probe.py layers --pixels`."""
+    data = {
+        name: Results(folder / f"{name}.json").data["runs"] for name in TABLES
+        if (folder / f"{name}.json").exists()
+    }
     for name, keys in (("init", ("args", "rows")), ("pixels", ("sets",))):
         if (folder / f"{name}.json").exists():
             try:
-                data[name] = json.loads((folder / f"{name}.json").read_text())
+                data[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
                 [data[name][key] for key in keys]
             except (ValueError, KeyError, TypeError) as error:
-                raise runtime.BadInput(f"{folder / f'{name}.json'} is damaged: restore it from the repository, or delete it") from error
+                raise runtime.BadInput(
+                    f"{folder / f'{name}.json'} is damaged: restore it from the repository, or "
+                    "delete it") from error
     return data
 
 
 def headlines(rows):
-    """README's first table: the claims that say most."""
-    return markdown(["paper", "it says", "ours, mean ± std", "verdict"], [[r["paper"], r["says"], r["headline"], r["verdict"]] for r in rows if r["headline"]])
+    """The first table of docs/results.md: the claims that say most."""
+    return markdown(["paper", "it says", "ours, mean ± std", "verdict"],
+                    [[r["paper"], r["says"], r["headline"], r["verdict"]]
+                     for r in rows if r["headline"]])
 
 
 def count_verdicts(rows):
     words = "reproduce", "in part", "do not at this scale", "not measured yet"
-    return f"{len(rows)} claims: " + ", ".join(f"{n} {word}" for v, word in zip(claims.VERDICTS, words) if (n := sum(r["verdict"] == v for r in rows))) + ".\n"
+    return f"{len(rows)} claims: " + ", ".join(f"{n} {word}" for v, word in zip(claims.VERDICTS, words)
+                                               if (n := sum(r["verdict"] == v for r in rows))) + ".\n"
 
 
 def judged(folder):
-    """Every claim's verdict from what a folder holds: claims.json, claims.md, the README's table and a figure per paper."""
+    """Every claim's verdict from what a folder holds: claims.json, claims.md, the tables in docs and a
+    figure per paper."""
     data = recorded(folder)
     rows = [claims.judge(claim, data) for claim in claims.CLAIMS]
-    (folder / "claims.json").write_text(json.dumps(rows, indent=1) + "\n")
-    text = markdown(["paper", "it says", "ours, mean ± std", "verdict", "seeds", "again"],
-                    [[r["paper"], r["says"], r["ours"], r["verdict"], str(r["seeds"] or "-"), f"`{r['command']}`"] for r in rows])
+    (folder / "claims.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    text = markdown(
+        ["paper", "it says", "ours, mean ± std", "verdict", "seeds", "again"],
+        [[r["paper"], r["says"], r["ours"], r["verdict"],
+          str(r["seeds"] or "-"), f"`{r['command']}`"] for r in rows])
     hardware = sorted({h for r in rows for h in r["hardware"]})
-    (folder / "claims.md").write_text(f"# The papers' claims at laptop scale\n\n{text}\n" + "\n".join(hardware) + "\n")
-    if folder == HERE / "results":
-        show_in_readme("claims", headlines(rows))
-        show_in_readme("verdicts", count_verdicts(rows))
-    for draw in (paper1, paper2, paper3):
+    (folder / "claims.md").write_text(
+        f"# The papers' claims at laptop scale\n\n{text}\n" + "\n".join(hardware) + "\n",
+        encoding="utf-8")
+    if folder == ROOT / "results":
+        show_in_docs("claims", headlines(rows))
+        show_in_docs("verdicts", count_verdicts(rows))
+    for draw in (figures.paper1, figures.paper2, figures.paper3):
         try:
             draw(claims.Evidence(data), folder / f"{draw.__name__}.png")
-        except claims.NotMeasured:                                  # a picture of cells that nobody has run yet
+        except claims.NotMeasured:  # a picture of cells that nobody has run yet
             continue
     print(f"{folder / 'claims.md'}: {count_verdicts(rows)}", end="")
 
 
 def quick_table(folder):
-    """The short runs beside the recorded long ones: what the papers say, the order in one seed, the verdict of all."""
-    short, full = recorded(folder), recorded(HERE / "results")
+    """The short runs beside the recorded long ones: what the papers say, the order in one seed, the
+    verdict of all."""
+    short, full = recorded(folder), recorded(ROOT / "results")
     rows = []
     for claim in claims.QUICK_CLAIMS:
         now, then = claims.judge(claim, short), claims.judge(claim, full)
-        rows.append([claim.paper, claim.says, now["ours"], "as said" if now["verdict"] in claims.VERDICTS[:2] else "otherwise", then["ours"], then["verdict"]])
+        rows.append([
+            claim.paper, claim.says, now["ours"],
+            "as said" if now["verdict"] in claims.VERDICTS[:2] else "otherwise", then["ours"],
+            then["verdict"]
+        ])
     return markdown(["paper", "it says", "short runs", "order", "recorded, full", "verdict"], rows)
 
 
 def get_args(argv=None):
     number = runtime.number
     parser = runtime.Parser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="tables, or all, or claims (verdicts alone); none is the quick mode")
-    parser.add_argument("--seeds", type=number(int, low=1), default=None, help="final runs per cell to be made; None is 3, or 1 in quick mode; tables and verdicts show all that are recorded")
-    parser.add_argument("--jobs", type=number(int, low=1), default=os.cpu_count(), help="runs at a time, one thread each")
-    parser.add_argument("--list", "--dry-run", action="store_true", help="show the runs that remain, with the time they take, and stop")
+    parser.add_argument("names", nargs="*", metavar="NAME",
+                        help="tables, or all, or claims (verdicts alone); none is the quick mode")
+    parser.add_argument(
+        "--seeds", type=number(int, low=1), default=None,
+        help="final runs per cell to be made; None is 3, or 1 in quick mode; tables and "
+        "verdicts show all that are recorded")
+    parser.add_argument("--jobs", type=number(int, low=1), default=os.cpu_count(),
+                        help="runs at a time, one thread each")
+    parser.add_argument("--list", "--dry-run", action="store_true",
+                        help="show the runs that remain, with the time they take, and stop")
     parser.add_argument("--only", default="", help="run only the cells whose name contains this text")
-    parser.add_argument("--results", default=None, help="folder for JSON, tables and figures; None is results, or out/reproduce-quick in quick mode")
+    parser.add_argument(
+        "--results", default=None,
+        help="folder for JSON, tables and figures; None is results, or out/reproduce-quick "
+        "in quick mode")
     args = parser.parse_args(argv)
     for name in args.names:
         if name not in (*TABLES, "all", "claims"):
-            raise runtime.BadInput(f"there is no table {name!r}: give some of {', '.join(TABLES)}, or all, or claims")
+            raise runtime.BadInput(
+                f"there is no table {name!r}: give some of {', '.join(TABLES)}, or all, or "
+                "claims")
     args.quick = not args.names
-    args.tables = QUICK if args.quick else {name: TABLES[name] for name in (TABLES if "all" in args.names else args.names) if name != "claims"}
+    args.tables = QUICK if args.quick else {
+        name: TABLES[name] for name in (TABLES if "all" in args.names else args.names)
+        if name != "claims"
+    }
     args.seeds = args.seeds or (1 if args.quick else 3)
-    args.folder = Path(args.results).resolve() if args.results else HERE / ("out/reproduce-quick" if args.quick else "results")
+    args.folder = Path(args.results).resolve() if args.results else ROOT / (
+        "out/reproduce-quick" if args.quick else "results")
     if args.results == "":
         raise runtime.BadInput("--results is empty: give a folder, or leave it out")
     return args
 
 
 def selected(args, stored):
-    """The tables with the cells that --only leaves. Raises BadInput where it leaves nothing that can be run."""
-    work = {name: dict(table, cells=[c for c in table["cells"] if args.only in c["name"]]) for name, table in args.tables.items()}
+    """The tables with the cells that --only leaves. Raises BadInput where it leaves nothing that can be
+    run."""
+    work = {
+        name: dict(table, cells=[c for c in table["cells"] if args.only in c["name"]])
+        for name, table in args.tables.items()
+    }
     if work and not any(table["cells"] for table in work.values()):
-        raise runtime.BadInput(f"--only {args.only!r} names no cell: {'; '.join(c['name'] for table in args.tables.values() for c in table['cells'])}")
+        raise runtime.BadInput(
+            f"--only {args.only!r} names no cell: "
+            f"{'; '.join(c['name'] for table in args.tables.values() for c in table['cells'])}")
     for name, table in work.items():
         for cell in table["cells"]:
-            if isinstance(cell["lrs"], str) and cell["lrs"] not in [c["name"] for c in table["cells"]] and best_lr(cell, stored[name], METRICS[table["script"]])[0] is None:
-                raise runtime.BadInput(f"--only {args.only!r}: {cell['name']} of {name} takes over the lr of {cell['lrs']}, which is not yet searched: run that first, or leave --only out")
-    return {name: table for name, table in work.items() if table["cells"] or not args.tables[name]["cells"]}
+            if isinstance(cell["lrs"],
+                          str) and cell["lrs"] not in [c["name"] for c in table["cells"]] and best_lr(
+                              cell, stored[name], METRICS[table["script"]])[0] is None:
+                raise runtime.BadInput(
+                    f"--only {args.only!r}: {cell['name']} of {name} takes over the lr of "
+                    f"{cell['lrs']}, which is not yet searched: run that first, or leave --only out")
+    return {
+        name: table for name, table in work.items() if table["cells"] or not args.tables[name]["cells"]
+    }
 
 
 def main(argv=None):
     args = get_args(argv)
     stored = {name: Results(args.folder / f"{name}.json") for name in args.tables}
     work = selected(args, stored)
-    if args.quick and any(key in stored[name].data["runs"] for name in work for key, _ in pending(work[name], stored[name], args.seeds)):
-        raise runtime.BadInput(f"--results {args.folder} holds full runs, which the short ones of quick mode would replace: give another folder, or the name of a table")
+    if args.quick and any(key in stored[name].data["runs"] for name in work
+                          for key, _ in pending(work[name], stored[name], args.seeds)):
+        raise runtime.BadInput(
+            f"--results {args.folder} holds full runs, which the short ones of quick mode "
+            "would replace: give another folder, or the name of a table")
     if args.list:
         total = 0
         for name, claim in work.items():
             left, seconds = outlook(claim, stored[name], args.seeds)
             total += left * seconds / args.jobs
-            print("\n".join([f"# {name}: {left} runs, about {say_time(left * seconds / args.jobs)}" if left else f"# {name}: nothing remains",
-                             *(f"python {line}" for _, line in pending(claim, stored[name], args.seeds))]))
+            print("\n".join([
+                f"# {name}: {left} runs, about {say_time(left * seconds / args.jobs)}"
+                if left else f"# {name}: nothing remains",
+                *(f"python {line}" for _, line in pending(claim, stored[name], args.seeds))
+            ]))
         print(f"# about {say_time(total)} in all, {args.jobs} at a time" if total else "nothing remains")
         return
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.folder).close()
     except OSError as error:
-        raise runtime.BadInput(f"--results {args.folder} cannot be made a folder to write in: choose another") from error
+        raise runtime.BadInput(
+            f"--results {args.folder} cannot be made a folder to write in: choose another") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end_children)
     for name, claim in work.items():
         complete(name, claim, stored[name], args.seeds, args.jobs)
         if not args.quick:
-            present(name, args.tables[name], stored[name], args.folder)                    # --only limits what runs, not what is shown
+            present(name, args.tables[name], stored[name],
+                    args.folder)  # --only limits what runs, not what is shown
     if args.quick:
         text = quick_table(args.folder)
-        (args.folder / "quick.md").write_text(text)
+        (args.folder / "quick.md").write_text(text, encoding="utf-8")
         print(text)
     else:
         judged(args.folder)
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    runtime.run_script(main)
