@@ -89,14 +89,15 @@ def get_args(argv=None):
     args, given = runtime.read_flags(parser, preset, argv, "dino", lead=("size", "shortcut", "opt"))
 
     if args.data is None:
-        raise BadInput(f"--preset {args.preset} needs --data: train/<class>/, val/<class>/")
+        raise BadInput(f"--preset {args.preset} needs --data, a folder with train/<class>/ and val/")
     args.depth = args.depth or SIZES[args.size]["depth"]
     args.alpha_min = runtime.last_weight(args)
     args.lr = args.lr or runtime.by_net(preset["lr"], args)
     if args.shortcut != "residual" and "drop_path" not in given:
         args.drop_path = 0.0
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
-        args.init = preset["skipless_init"] if args.shortcut == "skipless" else "default"
+        args.init = args.skipless_init if args.shortcut == "skipless" else "default"
+    del args.skipless_init
     return args
 
 
@@ -311,8 +312,9 @@ def main(argv=None):
 
     facts = dict(data.facts(images), model=backbone, head=head, constants=constants)
     step = run.begin(facts, steps, raw, teacher, optimizer)
+    line = " ".join(["init", args.init, *(f"{key} {value:.3g}" for key, value in constants.items())])
     run.banner(data.describe_images(images), f"backbone {runtime.millions(raw.backbone)}, head "
-               f"{runtime.millions(raw.head)}, {args.shortcut}, init {args.init} {constants or ''}",
+               f"{runtime.millions(raw.head)}, {args.shortcut}, {line}",
                f"2 + {args.local_crops} views; {steps} steps, {per_epoch} per epoch",
                optim.describe(optimizer))
     model = run.wrap(raw)
