@@ -134,10 +134,10 @@ def build_model(args, images):
     Equal on all ranks: the seed does not know the rank. Raises BadInput for sizes that do not fit."""
     torch.manual_seed(args.seed)
     alphas = ablated(args.alphas, shortcut_weights(args.shortcut, args.depth, args.alpha_min))
-    keys = ("img_size", "patch_size", "decoder_dim", "decoder_depth", "decoder_heads", "alpha_min",
-            "long_skips", "zero_init", "shortcut", "encoder_norm", "norm_pix_loss")
-    options = dict(SIZES[args.size], depth=args.depth, in_chans=images.in_chans,
-                   **{key: getattr(args, key) for key in keys})
+    options = dict(SIZES[args.size], in_chans=images.in_chans)
+    for key in ("depth", "img_size", "patch_size", "decoder_dim", "decoder_depth", "decoder_heads",
+                "shortcut", "alpha_min", "long_skips", "zero_init", "encoder_norm", "norm_pix_loss"):
+        options[key] = getattr(args, key)
     with runtime.user_errors():
         raw = MAE(**options, alphas=learnable(alphas) if args.alphas == "learned" else alphas)
         kept, _, _ = random_masking(torch.zeros(1, math.prod(raw.grid)), args.mask_ratio)
@@ -178,11 +178,10 @@ def pooled_layers(model, part, transform, args, run):
     """Features (1 + L, n, D) of all images of a set: by layer, the embedding first, the mean token."""
     mine = []
     for x, _ in data.eval_batches(part, transform, args.micro_batch, run.rank, run.size, args.workers):
-        tokens_by_layer = model.layers(x.to(run.device))
-        mine.append(torch.stack([tokens.float().mean(1) for tokens in tokens_by_layer]))
-    mine = torch.cat(mine, 1)
-    whole = mine.new_zeros(len(mine), len(part), mine.shape[2])
-    whole[:, run.rank::run.size] = mine
+        rows = [tokens.mean(1) for tokens in model.layers(x.to(run.device))]
+        mine.append(torch.stack(rows))
+    whole = torch.zeros(len(rows), len(part), rows[0].shape[1], device=run.device)
+    whole[:, run.rank::run.size] = torch.cat(mine, 1)
     if run.size > 1:
         torch.distributed.all_reduce(whole)                      # the other ranks' images are zeros here
     return whole.cpu()
