@@ -277,8 +277,8 @@ def save_pca(net, images, transform, args, run, count=6):
         maps = maps * maps.pow(3).sum(1, keepdim=True).sign()    # what is rare is bright
         maps = maps.float().mT.unflatten(2, (x.shape[2] // args.patch_size, -1))
         columns.append(F.interpolate(maps, size=x.shape[2:]))
-    save_image(torch.stack(columns, 1).flatten(0, 1), f"{args.out}/pca.png", nrow=len(columns), padding=4,
-               pad_value=1, normalize=True, scale_each=True)
+    tiles = torch.stack(columns, 1).flatten(0, 1)
+    save_image(tiles, f"{args.out}/pca.png", nrow=5, padding=4, pad_value=1, normalize=True, scale_each=True)
 
 
 # --------------------------------------------------------------------------------------------------
