@@ -269,16 +269,18 @@ def save_pca(net, images, transform, args, run, count=6):
     a quarter, a half, three quarters and all of the depth."""
     index = torch.linspace(0, len(images.val) - 1, min(count, len(images.val))).long().tolist()
     x = torch.stack([transform(images.val[i][0]) for i in index]).to(run.device)
-    x = F.interpolate(x, size=max(2 * args.img_size, 16 * args.patch_size), mode="bicubic")
+    x = F.interpolate(x, size=max(2 * args.img_size, 16 * args.patch_size), mode="bilinear")
     columns = [x.cpu().expand(-1, 3, -1, -1)]
     for tokens in patch_tokens(net, x, [math.ceil(args.depth * i / 4) for i in (1, 2, 3, 4)]):
         tokens = tokens.cpu().double()
         maps = torch.linalg.svd(tokens - tokens.mean(1, keepdim=True), full_matrices=False).U[..., :3]
         maps = maps * maps.pow(3).sum(1, keepdim=True).sign()    # what is rare is bright
-        maps = maps.float().mT.unflatten(2, (x.shape[2] // args.patch_size, -1))
+        low, high = maps.quantile(maps.new_tensor([0.01, 0.99]), dim=1, keepdim=True)
+        maps = ((maps - low) / (high - low)).clamp(0, 1).mT
+        maps = maps.unflatten(2, (x.shape[2] // args.patch_size, -1)).float()
         columns.append(F.interpolate(maps, size=x.shape[2:]))
     tiles = torch.stack(columns, 1).flatten(0, 1)
-    save_image(tiles, f"{args.out}/pca.png", nrow=5, padding=4, pad_value=1, normalize=True, scale_each=True)
+    save_image(tiles, f"{args.out}/pca.png", nrow=5, pad_value=1, normalize=True, scale_each=True)
 
 
 # --------------------------------------------------------------------------------------------------
