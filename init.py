@@ -77,14 +77,16 @@ def cancel_mean_(mlp, fraction):
 # formulas of paper 2
 
 @torch.no_grad()
-def projector_qk_(w_q, w_k, num_heads, alpha):
+def projector_qk_(w_q, w_k, num_heads, alpha, joint=False):
     """W^Q = W^K = sqrt(alpha) P for each head, P (D, d) Haar semi-orthogonal.
+
+    joint (ours): the P of all heads are one orthogonal matrix, so that heads see orthogonal subspaces.
 
     Product: alpha P P^T, alpha times a projector of rank d, the nearest a head can come to the paper's
     alpha I. A token's logit with itself is alpha sqrt(d), with others alpha N(0, 1).
     """
-    for head in w_q.chunk(num_heads):
-        _orthogonal_(head, math.sqrt(alpha))
+    for rows in [w_q] if joint else w_q.chunk(num_heads):
+        _orthogonal_(rows, math.sqrt(alpha))
     w_k.copy_(w_q)
 
 
@@ -169,16 +171,18 @@ def init_skipless_vit(model, alpha, beta, c, dist="normal", cancel_mean=0.0, par
 
 
 @torch.no_grad()
-def init_residual_free_lm(model, alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp="suo"):
+def init_residual_free_lm(model, alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp="suo",
+                          joint_heads=False):
     """Paper 2's initialisation of a decoder (or ViT) without residuals. Changes the blocks only.
 
     W^Q (W^K)^T = alpha_qk times a projector, W^V W^O = alpha_vo I. mlp "suo": W^U and W^D are
     sqrt(alpha_u) and sqrt(alpha_d) times independent `suo_`; "looks-linear", ours: see `looks_linear_`.
+    joint_heads: see `projector_qk_`.
     """
     for block in model.blocks:
         attn, fc1, fc2 = block.attn, block.mlp.fc1.weight, block.mlp.fc2.weight
         w_q, w_k, w_v = attn.qkv.weight.chunk(3)
-        projector_qk_(w_q, w_k, attn.num_heads, alpha_qk)
+        projector_qk_(w_q, w_k, attn.num_heads, alpha_qk, joint_heads)
         identity_vo_(w_v, attn.proj.weight, alpha_vo)
         if mlp == "suo":
             suo_(fc1, math.sqrt(alpha_u))
@@ -212,7 +216,7 @@ def apply_init(net, how, constants, size, tokens=None):
 
 
 def constants_for(net, tokens=None):
-    """`choose_constants` with all that can be read off a ViT: width, heads, tokens, depth, activation."""
+    """`choose_constants` for what can be read off a ViT: width, heads, tokens, depth, activation."""
     attn, block = net.blocks[0].attn, net.blocks[-1]
     beta = (attn.scale / block.attn.scale) ** (1 / max(1, len(net.blocks) - 1))
     return choose_constants(attn.proj.out_features, attn.num_heads, tokens or net.pos_embed.shape[1],

@@ -34,8 +34,8 @@ def retract(x: Tensor, steps: int = 2) -> Tensor:
 
     All steps are done on the Gram matrix of the short side: P_i = 1.5 I - .5 G_i, G_(i+1) = P_i G_i P_i,
     and x is multiplied once by the product of the P_i. Before, x is divided by
-    sqrt(max(1, (1 + |G - I|_F) / 2)), so that no singular value leaves the basin of sqrt(3); it is 1 where
-    |G - I|_F < 1. Flops: 4 r^2 c + (6 steps - 6) r^3, r the short side, c the long one."""
+    sqrt(max(1, (1 + |G - I|_F) / 2)), so that no singular value leaves the basin of sqrt(3); the
+    divisor is 1 where |G - I|_F < 1. Flops: 4 r^2 c + 6 (steps - 1) r^3, r the short side, c the long."""
     tall = x.shape[-2] > x.shape[-1]
     y = x.mT if tall else x
     identity = torch.eye(y.shape[-2], dtype=y.dtype, device=y.device)
@@ -49,6 +49,13 @@ def retract(x: Tensor, steps: int = 2) -> Tensor:
         product = (1.5 * identity - 0.5 * gram) @ product
     y = product @ y * scale.rsqrt()
     return y.mT if tall else y
+
+
+def constrain(blocks, args):
+    """The constraint that --orthogonal and orthogonal_gain ask for, or None."""
+    if args.orthogonal == "off":
+        return None
+    return Orthogonal(blocks, args.orthogonal, args.orthogonal_gain)
 
 
 class Orthogonal:
@@ -67,7 +74,8 @@ class Orthogonal:
             rows |= {name: (layer.weight, slice(None)) for name, layer in
                      (("o", block.attn.proj), ("u", block.mlp.fc1), ("d", block.mlp.fc2))}
             self.places += [rows[name] for name in KINDS[which]]
-        self.gains = torch.stack([torch.linalg.svdvals(p[rows].double()).mean() for p, rows in self.places])
+        values = [torch.linalg.svdvals(p[rows].double()) for p, rows in self.places]
+        self.gains = torch.stack([s.mean() for s in values])
         for (p, rows), g in zip(self.places, self.gains):
             p[rows] = g * polar_factor(p[rows])
 

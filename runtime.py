@@ -89,6 +89,7 @@ RARE = dict(
     betas={},                       # momenta, by optimizer; --set betas=0.9,0.95 for the one that runs
     precondition_frequency=10,      # updates between two refreshes of the eigenbases (soap, kl-shampoo)
     init_factor=None,               # eigenvalues that KL-Shampoo starts from; None: its own
+    orthogonal_gain="kept",         # of an orthogonal matrix: kept, or following the updates
     stagger=False,                  # spread the refreshes over the updates between them
     bf16_factors=False,             # factors and bases in bfloat16: half the memory
     workers=0,                      # data loading processes per rank
@@ -140,6 +141,8 @@ def add_optimizer_flags(parser, optimizers, unit="epochs"):
         help="for the matrices of the blocks; AdamW takes the rest")
     add("--lr", type=number(float, above=0, high=1e30),
         help="peak learning rate; else the preset's, by shortcut and optimizer")
+    add("--orthogonal", choices=["off", "vo-mlp", "all"], default="off",
+        help="block matrices that stay orthogonal after every update (orthogonal.py)")
     add("--weight-decay", type=number(float, low=0), help="decoupled; not on vectors, positions, tokens")
     add("--batch-size", type=number(int, low=1), help="global: samples per update over all processes")
     add("--micro-batch", type=number(int, low=1),

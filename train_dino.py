@@ -24,6 +24,7 @@ from torchvision.utils import save_image
 import data
 import init
 import optim
+import orthogonal
 import runtime
 from model import DINO, SHORTCUTS, SIZES, patch_tokens
 from runtime import BadInput
@@ -297,9 +298,10 @@ def main(argv=None):
     knn_every = args.knn_every and max(1, round(args.knn_every * per_epoch))
     raw, teacher, backbone, head, constants = build_model(args, images)
     raw.to(run.device)
+    constraint = orthogonal.constrain(raw.backbone.blocks, args)
     teacher.to(run.device)
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay,
-                                      **runtime.optimizer_options(args))
+                                      constraint=constraint, **runtime.optimizer_options(args))
     decaying = [group for group in optimizer.param_groups if not group["name"].endswith("no_decay")]
     last_layer = list(raw.head.last_layer.parameters())
     views = data.MultiCrop(images, args.img_size, args.local_size, args.local_crops, args.global_scale,

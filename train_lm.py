@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 import init
 import optim
+import orthogonal
 import runtime
 import text
 from model import LM, SHORTCUTS, activation
@@ -37,6 +38,7 @@ COMMON = dict(
     alpha_qk=3.0, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5,    # --init residual-free (paper 2)
     mlp_init="suo",                  # fc1, fc2 independent; looks-linear: the MLP starts as an identity
     alpha=1.0, beta=2.0, c=3.0,      # --init skipless (paper 1), for heads of 32
+    joint_heads=False,               # all heads' W_Q as one orthogonal matrix, for --orthogonal all
     center=None,                     # share of the activation's mean taken off; None: auto's, else 0
     tokenizer="",                    # bytes, gpt2, gpt2-32k or tiktoken's; else the folder's, or bytes
     prompt="",                       # what the samples begin with
@@ -130,7 +132,7 @@ def build_model(args, vocab_size):
         if args.init == "skipless":
             init.init_skipless_vit(raw, args.alpha, args.beta, args.c)
         elif args.init != "default":
-            init.init_residual_free_lm(raw, *(constants[key] for key in PAPER))
+            init.init_residual_free_lm(raw, *(constants[key] for key in PAPER), args.joint_heads)
     spread = constants.get("alpha_u", 1.0) ** 0.5                # of what fc1 gives the activation
     options["shift"] = constants["center"] * init.gaussian_mean(activation, spread)
     for block in raw.blocks:
@@ -264,9 +266,10 @@ def main(argv=None):
     eval_every, save_every = args.eval_every or steps, args.save_every or steps
     raw, options, constants = build_model(args, corpus.tokenizer.vocab_size)
     raw.to(run.device)
+    constraint = orthogonal.constrain(raw.blocks, args)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay,
-                                      **runtime.optimizer_options(args))
+                                      constraint=constraint, **runtime.optimizer_options(args))
     peak = runtime.matmul_rate(run.device, run.dtype) * run.size
 
     facts = dict(train_tokens=len(corpus.train), tokenizer_digest=corpus.tokenizer.digest,

@@ -31,6 +31,7 @@ from torchvision.utils import make_grid
 import data
 import init
 import optim
+import orthogonal
 import runtime
 from model import (MAE, SHORTCUTS, SIZES, alpha_min_for, learnable, pair_up, random_masking,
                    shortcut_weights)
@@ -248,9 +249,10 @@ def main(argv=None):
     knn_every = args.knn_every and max(1, round(args.knn_every * per_epoch))
     raw, options, alphas, constants = build_model(args, images)
     raw.to(run.device)
+    constraint = orthogonal.constrain(raw.blocks, args)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay,
-                                      **runtime.optimizer_options(args))
+                                      constraint=constraint, **runtime.optimizer_options(args))
     train_tf = data.train_transform(images, args.img_size, args.augment)
     eval_tf = data.eval_transform(images, args.img_size)
     patches = math.prod(raw.grid)

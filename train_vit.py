@@ -25,6 +25,7 @@ import torch.nn.functional as F
 import data
 import init
 import optim
+import orthogonal
 import runtime
 from model import SHORTCUTS, SIZES, ViT, learnable, resize_pos_embed
 from runtime import BadInput
@@ -219,6 +220,7 @@ def evaluate_only(args):
                        f"and --eval {args.eval} {args.classes}, {args.in_chans}: give data like its own")
     raw.load_state_dict(checkpoint["ema"] or checkpoint["model"])
     raw.to(run.device)
+    constraint = orthogonal.constrain(raw.blocks, args)
     loss, top1, top5 = evaluate(raw, images, data.eval_transform(images, args.img_size), args, run)
     run.say(f"{args.eval}, step {checkpoint['step']}: val loss {loss:.4f}, top-1 {top1:.1f} %, "
             f"top-5 {top5:.1f} %")
@@ -242,7 +244,7 @@ def main(argv=None):
     raw.to(run.device)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, args.layer_decay,
-                                      **runtime.optimizer_options(args))
+                                      constraint=constraint, **runtime.optimizer_options(args))
     train_tf = data.train_transform(images, args.img_size, args.augment)
     eval_tf = data.eval_transform(images, args.img_size)
     mix = data.mixer(len(images.classes), args.mixup, args.cutmix)
