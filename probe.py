@@ -45,7 +45,8 @@ def load_net(path, flag="--ckpt", remedy=REMEDY, raw=False):
 
     The averaged weights where there are some, unless raw; of DINO the teacher's backbone.
     args: the run's, and beside them "weights" ("ema" or "raw"), "step" and "side", of the images that it
-    was trained on. Raises BadInput, with `flag` and `remedy`, for a file that is missing, damaged or of another kind."""
+    was made for. Raises BadInput, with `flag` and `remedy`, for a file that is missing, damaged or of
+    another kind."""
     checkpoint = runtime.read_checkpoint(path, flag, remedy)
     args = dict(checkpoint["args"], step=checkpoint["step"])
     args["weights"] = "ema" if checkpoint["ema"] and not raw else "raw"
@@ -564,7 +565,7 @@ def dense_tokens(net, x, layers, device, dtype=torch.float32, feature="token"):
 
 
 def check_net(path, net, x, layers, feature="token"):
-    """Raises BadInput, which names the checkpoint at `path`, where net, images x and layers do not fit."""
+    """Raises BadInput, which names the checkpoint, where net, images x and layers do not fit."""
     channels = net.patch_embed.proj.in_channels
     if isinstance(net, model.FlowNet):
         raise BadInput(f"--ckpt {path} is a flow model, whose features depend on a time: give another")

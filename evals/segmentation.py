@@ -10,6 +10,7 @@ A data set is a `dense_data.DenseData`. A group is a tuple of layers whose token
 is the last of 12, (3, 6, 9, 12) multi-scale. Heads of several groups learn side by side on the same
 batches, each as it would alone. Ranks share the images; every rank trains the heads on whole batches.
 """
+import argparse
 import colorsys
 import math
 import sys
@@ -31,9 +32,9 @@ from evals.dense_data import IGNORE, NAMES, load_dense, load_dense_net
 from probe import class_iou, gather_samples, mean_iou
 from runtime import BadInput, mix_seed
 
-# img_size: side of the images; None is the net's own. loss_size: side of the masks in training. eval_size:
-# side at which pixels are counted; 0 is each mask's own. augment: random crop of .8 to 1 of the area, and
-# flip, of image and mask together. epochs: None leaves the length to steps.
+# Every entry is a flag too. img_size: side of the images; None is the net's own. loss_size: side of the
+# masks in training. eval_size: side at which pixels are counted; 0 is each mask's own. augment: random
+# crop of .8 to 1 of the area, and flip, of image and mask. epochs: None leaves the length to steps.
 PRESETS = {
     "laptop": dict(
         img_size=None, loss_size=32, eval_size=0, augment=False, opt="adamw", lr=1e-2, weight_decay=0.0,
@@ -64,7 +65,8 @@ def pixel_accuracy(matrix):
 
 def score_matrix(matrix):
     """mIoU, pixel accuracy and the IoU of each class, fractions, from a confusion matrix."""
-    return dict(miou=mean_iou(matrix), pixel_accuracy=pixel_accuracy(matrix), iou=class_iou(matrix).tolist())
+    iou = class_iou(matrix).tolist()
+    return dict(miou=mean_iou(matrix), pixel_accuracy=pixel_accuracy(matrix), iou=iou)
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def evaluate_heads(net, heads, groups, layers, dense, how, world, dtype=torch.fl
     if world.size > 1:
         dist.all_reduce(totals)
     if not totals.any():
-        raise BadInput(f"--data: no pixel of the validation masks of {dense.name} has a label: give masks")
+        raise BadInput(f"--data: no pixel of the validation masks of {dense.name} has a label")
     return totals.cpu()
 
 
@@ -339,17 +341,18 @@ def open_nets(args, dense, how):
 
 def run_linear(args):
     """`evals.segmentation linear`."""
-    how = PRESETS[args.preset] | runtime.read_settings(args.set, PRESETS[args.preset])
-    given = dict(img_size=args.img_size, eval_size=args.eval_size, batch_size=args.batch_size)
-    how |= {key: value for key, value in given.items() if value is not None}
+    given = {key: getattr(args, key) for key in PRESETS["laptop"]}
+    how = PRESETS[args.preset] | {key: value for key, value in given.items() if value is not None}
+    if args.steps:
+        how["epochs"] = args.epochs                     # the preset's would win over --steps
     world, dtype = probe.start_probe(args)
     runtime.split_batch(how["batch_size"], 0, world.size)
     dense = load_dense(args.data, "segmentation", args.classes)
     if dense.train is None:
         raise BadInput(f"--data {args.data} has no training part, which a head needs: use cluster")
     per_epoch = data.steps_per_epoch(len(dense.train), how["batch_size"])
-    if args.steps or how["epochs"]:
-        how["steps"] = args.steps or max(1, round(how["epochs"] * per_epoch))
+    if how["epochs"]:
+        how["steps"] = max(1, round(how["epochs"] * per_epoch))
     how["epochs"] = how["steps"] / per_epoch
     nets, out = open_nets(args, dense, how), probe.results_folder(args)
     records, pictures = [], first_pictures(dense.val)
@@ -419,8 +422,8 @@ def segmentation_table(record, classes):
 
 def write_segmentation(out, name, args, world, dtype, classes, records, pictures):
     """The files {name}.json, {name}.png and {name}_examples.png, and the last lines: the best mIoU."""
-    probe.write_results(out / f"{name}.json", "-m evals.segmentation", args, world, dtype, data=args.data,
-                        classes=classes, checkpoints=records)
+    probe.write_results(out / f"{name}.json", "-m evals.segmentation", args, world, dtype,
+                        data=args.data, classes=classes, checkpoints=records)
     draw_curves(out / f"{name}.png", records)
     pictures = torch.stack([picture_of(image, len(classes)) for image in pictures])
     columns = len(pictures) // (2 + len(records))
@@ -449,7 +452,7 @@ def first_pictures(part):
 
 
 def picture_of(image, classes, side=128):
-    """uint8 (3, Y, X) or labels (Y, X) -> float (3, side, side). The first class is black, no label white."""
+    """uint8 (3, Y, X) or labels (Y, X) -> float (3, side, side). Class 0 is black, no label white."""
     if image.dim() == 3:
         return v2.functional.resize(image, [side, side]) / 255
     hues = [colorsys.hsv_to_rgb(0.618 * i % 1, 0.8, 0.9) for i in range(1, classes)]
@@ -481,6 +484,22 @@ def multi_type(text):
     return text if text in ("auto", "none") else runtime.number(int, low=0)(text)
 
 
+def add_head_flags(add):
+    """A flag for each entry of a preset that `linear` has to itself."""
+    number, switch = runtime.number, argparse.BooleanOptionalAction
+    add("--steps", type=number(int, low=1), help="updates")
+    add("--epochs", type=number(float, above=0), help="passes over the training set, instead of steps")
+    add("--opt", choices=["adamw", "sgd"], help="sgd has momentum .9")
+    add("--lr", type=number(float, above=0), help="peak learning rate")
+    add("--weight-decay", type=number(float, low=0))
+    add("--schedule", choices=["cosine", "step"], help="see head_lr")
+    add("--loss-size", type=number(int, low=1), help="side of the masks in training")
+    add("--augment", action=switch, help="crops and flips")
+    add("--batch-norm", action=switch, help="before the linear layer")
+    add("--cache-gb", type=number(float, low=0), help="memory for features that are computed once")
+    add("--seed", type=number(int, low=0), help="of head, order and augmentation")
+
+
 def get_args(argv=None):
     number, parser = runtime.number, runtime.Parser(description=__doc__)
     what = parser.add_subparsers(metavar="WHAT", required=True)
@@ -495,11 +514,10 @@ def get_args(argv=None):
         add("--multi", nargs="+", type=multi_type, default=["auto"],
             help="layers to concatenate: auto (four, evenly spaced), none, or numbers")
         add("--img-size", type=number(int, low=1), help="side of the images; else the preset's or net's")
-        add("--eval-size", type=number(int, low=0), help="side of the masks that are counted; 0: their own")
+        add("--eval-size", type=number(int, low=0), help="side of the masks that count; 0: their own")
         if name == "linear":
-            add("--preset", choices=list(PRESETS), default="laptop", help="a dict of defaults in this file")
-            add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="change entries of the preset")
-            add("--steps", type=number(int, low=1), help="updates; else the preset's")
+            add("--preset", choices=list(PRESETS), default="laptop", help="a dict of defaults")
+            add_head_flags(command.add_argument_group("head, from the preset unless given").add_argument)
         else:
             add("--clusters", type=number(int, low=1), help="k of k-means; else the number of classes")
             add("--seeds", type=number(int, low=1), default=5, help="runs of k-means; the median counts")

@@ -666,7 +666,7 @@ def test_matmul_cost(m, n):
     u, w = 2 * m * n * (m + n), nn.Parameter(randn(m, n))
     assert flops_of_one_update(SOAP([w]), w, 2) == 3 * u
     assert flops_of_one_update(KLShampoo([w]), w, 2) == 3 * u + 2 * m * n * min(m, n)
-    refresh = 2 * u + 2 * m ** 3 + 2 * n ** 3               # M out and in, S Q of each side; QR does not count
+    refresh = 2 * u + 2 * m ** 3 + 2 * n ** 3               # M out and in, S Q of each side, no QR
     assert flops_of_one_update(SOAP([w]), w, 10) == 3 * u + refresh
     assert flops_of_one_update(KLShampoo([w]), w, 10) == 3 * u + 2 * m * n * min(m, n) + refresh
 
@@ -929,7 +929,7 @@ def test_describe_names_the_sides():
 
 
 def test_describe_counts_flops():
-    """Of a 100 x 100 weight by hand: u is 4e6; 3u, a refresh 2u + 2 (2 + 8/3) 1e6, the first u + 18e6."""
+    """By hand for 100 x 100, u = 4e6: 3u, a refresh 2u + 2 (2 + 8/3) 1e6, the first call u + 18e6."""
     weights = [nn.Parameter(torch.zeros(100, 100)) for _ in range(3)]
     text = describe(SOAP(weights, precondition_frequency=10))
     mean, first = 3 * (12e6 + (8e6 + 28e6 / 3) / 10), 3 * (4e6 + 18e6)
