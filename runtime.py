@@ -215,7 +215,8 @@ def read_value(key, text, default):
         if isinstance(default, bool):
             return {"true": True, "false": False}[text.lower()]
         if isinstance(default, (list, tuple, dict)):
-            return [number(type(default[0]) if default else float)(part) for part in text.split(",")]
+            kind = float if isinstance(default, dict) or not default else type(default[0])
+            return [number(kind)(part) for part in text.split(",")]
         if default is None:
             return None if text.lower() == "none" else number(float)(text)
         return text if isinstance(default, str) else number(type(default))(text)
