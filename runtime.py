@@ -49,10 +49,11 @@ def user_errors():
 # flags
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as it is written, and the default behind each flag that has one."""
+    """Shows the docstring as it is written, and defaults where a flag takes a value and has one."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+        plain = action.default is None or action.nargs == 0
+        return action.help if plain else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
