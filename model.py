@@ -73,6 +73,16 @@ def split_weight(weight):
     return weight if isinstance(weight, (tuple, list)) else (weight, 1.0)
 
 
+def hold_weights(weights):
+    """A tuple of weights; a ParameterList where some are learned, so that the block's state has them."""
+    return nn.ParameterList(weights) if any(map(torch.is_tensor, weights)) else weights
+
+
+def is_fixed_at(weight, value):
+    """Is the weight fixed at this value? A parameter that only stands there now is not."""
+    return not torch.is_tensor(weight) and weight == value
+
+
 def effective_alpha(alphas):
     """The product of all shortcut weights: the share of the embedding in the last block's output."""
     weights = [split_weight(weight)[0] for pair in alphas for weight in pair]
@@ -181,7 +191,8 @@ class Block(nn.Module):
                  norm=nn.LayerNorm, eps=1e-6, bias=True, qkv_bias=None, causal=False, shift=0.0,
                  act=activation):
         super().__init__()
-        self.alphas, self.gains = map(hold_weights, zip(*map(split_weight, alphas)))
+        a, g = zip(*[split_weight(weight) for weight in alphas])
+        self.alphas, self.gains = hold_weights(a), hold_weights(g)
         self.drop_path = drop_path
         self.norm1 = norm(dim, eps=eps)
         self.attn = Attention(dim, num_heads, bias, qkv_bias, temperature, causal)
@@ -195,23 +206,13 @@ class Block(nn.Module):
     def join(self, i, x, branch):
         """a x + g branch with the weights of sub-layer i, without computing what changes nothing."""
         a, g = self.alphas[i], self.gains[i]
-        if not is_number(g, 1):
+        if not is_fixed_at(g, 1):
             branch = g * branch
-        if is_number(a, 0):
+        if is_fixed_at(a, 0):
             return branch
         if self.drop_path:
             branch = stochastic_depth(branch, self.drop_path, "row", self.training)
-        return x + branch if is_number(a, 1) else a * x + branch
-
-
-def hold_weights(weights):
-    """A tuple of weights; a ParameterList where some are learned, so that the block's state has them."""
-    return nn.ParameterList(weights) if any(map(torch.is_tensor, weights)) else weights
-
-
-def is_number(weight, value):
-    """Is the weight fixed at this value? A parameter that only stands there now is not."""
-    return not torch.is_tensor(weight) and weight == value
+        return x + branch if is_fixed_at(a, 1) else a * x + branch
 
 
 # -------------------------------------------------------------------------------------------------------

@@ -3,21 +3,19 @@
 A transformer without residuals is badly conditioned. Its initialisation is half of the cure, a
 preconditioned optimizer is the other half:
 
-    SOAP        Adam in the eigenbasis of Shampoo's two factors                   (Vyas et al. 2024)
-    KL-Shampoo  L^(-1/2) M R^(-1/2); L and R fit the gradients in KL divergence   (Lin et al. 2025)
-    Muon        the momentum, with all its singular values moved towards 1        (Jordan et al. 2024)
+    SOAP        Adam in the eigenbasis of Shampoo's two factors                  (Vyas et al. 2024)
+    KL-Shampoo  L^(-1/2) M R^(-1/2); L and R fit the gradients in KL divergence  (Lin et al. 2025)
+    Muon        the momentum, with all its singular values moved towards 1       (Jordan et al. 2024)
 
 They are for the weight matrices of the blocks. Everything else gets AdamW: `build_optimizer`.
 
-First come the three steps, then the linear algebra they share, the engine (stacks, ranks, checkpoints),
-the three classes, which parameter goes where, and `describe`.
+Notation: W is an m x n weight, G its gradient, M and V the first and second moment. S_L (m x m) and
+S_R (n x n) are the factors of the left and right side, and the columns of Q are the eigenvectors of S.
+t counts the updates of this weight.
 
-Notation: W is an m x n weight, G its gradient, M and V the first and second moment. L and R are the left
-and right side, S_L (m x m) and S_R (n x n) their factors, the columns of Q the eigenvectors of S. t counts
-the updates of this weight. u = 2mn(m+n) are the flops of one product Q_L^T G Q_R.
-
-A step takes a stack of B weights of one shape: `ws` is the list of them, `g` (B, m, n) their gradients, and
-each tensor in `state` has B rows. `group` is the dict of options. Weights and state change in place.
+A step takes a stack of B weights of one shape: `ws` is the list of them, `g` (B, m, n) their
+gradients, and each tensor in `state` has B rows. `group` is the dict of options. Weights and state
+change in place.
 """
 import copy
 import functools
@@ -32,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # SOAP
 
 def soap_seed(g: Tensor, group: dict) -> dict:
@@ -40,32 +38,34 @@ def soap_seed(g: Tensor, group: dict) -> dict:
 
         S_L = (1-b) G G^T,   S_R = (1-b) G^T G,   Q = eigenvectors of S,   M = V = 0
 
-    A side longer than max_precond_dim, and a vector, has no factor: None for S and Q."""
+    A vector, and a side longer than max_precond_dim, has no factor: None for S and Q."""
     share, dtype = 1 - factor_beta(group), group["factor_dtype"] or g.dtype
-    factors = [first_gram(unfolding(g, k), share, dtype) if has_factor else None
-               for k, has_factor in enumerate(soap_sides(g.shape[1:], group))]
-    bases = [None if s is None else eigenbasis(s) for s in factors]
-    return {"step": 0, "exp_avg": torch.zeros_like(g), "exp_avg_sq": torch.zeros_like(g), "GG": factors, "Q": bases}
+    sides = sides_with_factor(g.shape[1:], group)
+    factors = [first_gram(unfolding(g, k), share, dtype) if k in sides else None
+               for k in range(g.ndim - 1)]
+    return {"step": 0, "exp_avg": torch.zeros_like(g), "exp_avg_sq": torch.zeros_like(g),
+            "GG": factors, "Q": [None if s is None else eigenbasis(s) for s in factors]}
 
 
-def soap_sides(shape: tuple, group: dict) -> list[bool]:
-    """For each side of a tensor: does SOAP give it a factor?"""
-    return [len(shape) > 1 and d <= group["max_precond_dim"] for d in shape]
+def sides_with_factor(shape: tuple, group: dict) -> list[int]:
+    """The sides of a tensor that have a factor."""
+    longest = group.get("max_precond_dim", math.inf)
+    return [k for k, d in enumerate(shape) if len(shape) > 1 and d <= longest]
 
 
 def soap_step(ws: list[Tensor], g: Tensor, state: dict, group: dict) -> None:
-    """Update t of SOAP. A tensor of any rank has one factor per side; for a matrix, with b = shampoo_beta:
+    """Update t of SOAP. Tensors of any rank have a factor for each side; for a matrix:
 
         R = Q_L^T G Q_R                                 G in the basis of the previous updates
         M <- b1 M + (1-b1) R                            M and V live in that basis
         V <- b2 V + (1-b2) R^2
         W <- W - a Q_L [M / (sqrt(V) + eps)] Q_R^T      a = lr sqrt(1-b2^t) / (1-b1^t)
         W <- W - lr wd W
-        S_L <- b S_L + (1-b) G G^T
+        S_L <- b S_L + (1-b) G G^T                      b = shampoo_beta
         S_R <- b S_R + (1-b) G^T G
         every f updates: `refresh_bases`
 
-    Unlike in torch's Adam, eps comes before the bias correction. S comes last: G never turns its own basis.
+    eps comes before the bias correction, unlike in Adam. S comes last: G never turns its own basis.
     """
     (b1, b2), b, lr, t = group["betas"], factor_beta(group), float(group["lr"]), state["step"]
     m, v, bases = state["exp_avg"], state["exp_avg_sq"], state["Q"]
@@ -84,12 +84,12 @@ def soap_step(ws: list[Tensor], g: Tensor, state: dict, group: dict) -> None:
 
 
 def refresh_bases(state: dict) -> None:
-    """Every f updates, SOAP and KL-Shampoo: one step of orthogonal iteration towards the eigenvectors of S.
+    """For SOAP and KL-Shampoo: one step of orthogonal iteration towards the eigenvectors of S.
 
         Q <- the orthogonal factor of QR(S Q)
 
-    SOAP sorts each basis first, by diag(Q^T S Q), the largest first, and V along with it. M, which is kept in
-    the old basis, is carried over to the new one."""
+    M lives in the old basis and is carried over to the new one. SOAP first sorts each basis by
+    diag(Q^T S Q), the largest first, and V along with it."""
     m, v = from_eigenbasis(state["exp_avg"], state["Q"]), state.get("exp_avg_sq")
     for k, (s, q) in enumerate(zip(state["GG"], state["Q"])):
         if s is not None:
@@ -100,24 +100,26 @@ def refresh_bases(state: dict) -> None:
     state["exp_avg"].copy_(to_eigenbasis(m, state["Q"]))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # KL-Shampoo
 
 def kl_shampoo_seed(g: Tensor, group: dict) -> dict:
-    """KL-Shampoo's state after the first gradient, which moves no weight. The eigenvalues are not those of S:
+    """KL-Shampoo's state after the first gradient, which moves no weight:
 
-        S_L = (1-b)/n G G^T,   S_R = (1-b)/m G^T G,   Q = eigenvectors of S,   lambda = init_factor,   M = 0"""
+        S_L = (1-b)/n G G^T,   S_R = (1-b)/m G^T G,   Q = eigenvectors of S,   M = 0
+        lambda = init_factor                            not the eigenvalues of S
+    """
     (count, m, n), share, dtype = g.shape, 1 - factor_beta(group), group["factor_dtype"] or g.dtype
     factors = [first_gram(g, share / n, dtype), first_gram(g.mT, share / m, dtype)]
-    roots = [g.new_full((count, d), group["init_factor"] ** -.5) for d in (m, n)]
-    return {"step": 0, "exp_avg": torch.zeros_like(g), "GG": factors, "Q": [eigenbasis(s) for s in factors],
-            "eigen_sqrt_inv": roots}
+    return {"step": 0, "exp_avg": torch.zeros_like(g), "GG": factors,
+            "Q": [eigenbasis(s) for s in factors],
+            "eigen_sqrt_inv": [g.new_full((count, d), group["init_factor"] ** -.5) for d in (m, n)]}
 
 
 def kl_shampoo_step(ws: list[Tensor], g: Tensor, state: dict, group: dict) -> None:
-    """One update of KL-Shampoo. L (x) R is the Kronecker product closest in KL divergence to the gradients'
-    second moment: the fixed point of L = E[G R^-1 G^T] / n, R = E[G^T L^-1 G] / m, here as moving averages.
-    With b = shampoo_beta, and a = lambda_L^(-1/2) (m), c = lambda_R^(-1/2) (n) of the previous update:
+    """One update of KL-Shampoo. L (x) R is the Kronecker product closest in KL divergence to the second
+    moment of G: L = E[G R^-1 G^T] / n and R = E[G^T L^-1 G] / m, tracked by moving averages. With
+    b = shampoo_beta, and a = lambda_L^(-1/2) (m), c = lambda_R^(-1/2) (n) of the previous update:
 
         H = Q_L^T G Q_R
         M <- b1 M + (1-b1) G                            kept as Q_L^T M Q_R; no bias correction
@@ -132,13 +134,13 @@ def kl_shampoo_step(ws: list[Tensor], g: Tensor, state: dict, group: dict) -> No
     (_, rows, columns), lr, b = g.shape, float(group["lr"]), factor_beta(group)
     m, (left, right), (a, c) = state["exp_avg"], state["Q"], state["eigen_sqrt_inv"]
     x = g.to(left.dtype)
-    lg, gr = left.mT @ x, x @ right                     # both are needed below,
-    h = left.mT @ gr if rows <= columns else lg @ right         # so H comes from whichever is cheaper
+    lg, gr = left.mT @ x, x @ right                         # both are needed below,
+    h = left.mT @ gr if rows <= columns else lg @ right     # so H comes from the cheaper one
     lg, gr, h = lg.to(g.dtype), gr.to(g.dtype), h.to(g.dtype)
     m.lerp_(h, 1 - group["betas"][0])
     scale = a[:, :, None] * c[:, None]
-    directions = from_eigenbasis((m * scale).div_(scale.mul_(group["eps"]).add_(1)), state["Q"])
-    descend(ws, directions, lr, lr * float(group["weight_decay"]))
+    scaled = (m * scale).div_(scale.mul_(group["eps"]).add_(1))
+    descend(ws, from_eigenbasis(scaled, state["Q"]), lr, lr * float(group["weight_decay"]))
     add_gram(state["GG"][0], gr * c[:, None], b, (1 - b) / columns)
     add_gram(state["GG"][1], (lg * a[:, :, None]).mT, b, (1 - b) / rows)
     seen = (h * c[:, None]).square_().mean(2), (h * a[:, :, None]).square_().mean(1)
@@ -147,52 +149,47 @@ def kl_shampoo_step(ws: list[Tensor], g: Tensor, state: dict, group: dict) -> No
 
 
 def kl_inverse_root(root: Tensor, seen: Tensor, b: float, limit: float | None) -> Tensor:
-    """lambda^(-1/2) (B, d) after lambda <- b lambda + (1-b) seen; root is lambda^(-1/2) before.
+    """lambda^(-1/2) (B, d) after lambda <- b lambda + (1-b) seen. root: lambda^(-1/2) before.
 
-    At most max(10, min(d, limit)), which is a floor under lambda; no floor for None. A direction that never
-    had a gradient gets 0 and stands still."""
+    At most max(10, min(d, limit)): a floor under lambda. A direction without gradients gets 0."""
     new = (b * root.pow(-2) + (1 - b) * seen).rsqrt()
     new = torch.where(new.isfinite(), new, 0.)
     return new if limit is None else new.clamp(max=max(10, min(root.shape[1], limit)))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Muon
-
-def muon_seed(g: Tensor, group: dict) -> dict:
-    return {"momentum_buffer": torch.zeros_like(g)}
-
 
 def muon_step(ws: list[Tensor], g: Tensor, state: dict, group: dict) -> None:
     """One update of Muon, with the numbers of torch.optim.Muon:
 
         B <- mu B + (1-mu) G
-        O = NewtonSchulz((1-mu) G + mu B)               of B itself without nesterov
-        W <- (1 - lr wd) W                              decay comes first and knows no scale
+        O = NewtonSchulz((1-mu) G + mu B)               NewtonSchulz(B) without nesterov
+        W <- (1 - lr wd) W                              decay comes first and is not scaled
         W <- W - lr scale O                             scale: `muon_scale`
     """
     buffer, mu, lr = state["momentum_buffer"], group["momentum"], float(group["lr"])
     buffer.lerp_(g, 1 - mu)
     momentum = g.lerp(buffer, mu) if group["nesterov"] else buffer
-    directions = newton_schulz(momentum, group["ns_steps"], group["ns_dtype"] or fast_dtype(g.device))
+    dtype = group["ns_dtype"] or fast_dtype(g.device)
     step_size = lr * muon_scale(group["adjust_lr_fn"], *g.shape[1:])
-    for w, direction in zip(ws, directions):
+    for w, direction in zip(ws, newton_schulz(momentum, group["ns_steps"], dtype)):
         w.mul_(1 - lr * float(group["weight_decay"]))
         w.add_(direction.reshape(w.shape), alpha=-step_size)
 
 
 def newton_schulz(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Roughly U V^T of x = U S V^T, (m, n) or a stack of such, by a polynomial in the singular values:
+    """Roughly U V^T of x = U S V^T, (m, n) or a stack, by a polynomial in the singular values:
 
         Y <- 3.4445 Y + (-4.7750 A + 2.0315 A^2) Y with A = Y Y^T, from Y = x / |x| on
 
-    It is steep at 0 and never settles at 1: singular values end in [0.7, 1.2]. Computed in `dtype`."""
-    if x.ndim == 3 and len(x) == 1:                     # the plain product is faster for one matrix
+    It is steep at 0 and never settles at 1: they end in [0.7, 1.2]. Computed in `dtype`."""
+    if x.ndim == 3 and len(x) == 1:                         # the plain product is faster for one
         return newton_schulz(x[0], steps, dtype)[None]
     fused, tall = torch.addmm if x.ndim == 2 else torch.baddbmm, x.shape[-2] > x.shape[-1]
-    y = x.to(dtype).mT if tall else x.to(dtype)         # the short side has the small Gram matrix
-    # not in place: y may be the momentum itself
-    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    y = x.to(dtype).mT if tall else x.to(dtype)             # the short side has the small A
+    norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
+    y = y / norm.clamp(min=1e-7)                            # not in place: y may be the momentum
     for _ in range(steps):
         a = y @ y.mT
         y = fused(y, fused(a, a, a, beta=-4.7750, alpha=2.0315), y, beta=3.4445)
@@ -200,25 +197,29 @@ def newton_schulz(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def muon_scale(rule: str | None, rows: int, columns: int) -> float:
-    """Muon's factor on lr, for a weight (out, in). "match_rms_adamw": as large as AdamW's updates, so its lr fits."""
+    """The factor on lr. match_rms_adamw: updates are as large as AdamW's, so AdamW's lr fits."""
     if rule in (None, "original"):
         return math.sqrt(max(1, rows / columns))
     if rule == "match_rms_adamw":
         return .2 * math.sqrt(max(rows, columns))
     if rule == "spectral_unclamped":
         return math.sqrt(rows / columns)
-    raise ValueError(f"adjust_lr_fn must be original, match_rms_adamw or spectral_unclamped, not {rule!r}.")
+    raise ValueError(f"adjust_lr_fn is original, match_rms_adamw or spectral_unclamped, not {rule!r}.")
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """The type of Newton-Schulz: bfloat16 on CUDA and on CPUs with units for it. Without them it takes six times as
-    long as float32. The machine's list of units decides, not a clock: runs give the same numbers each time."""
-    units = getattr(torch.cpu, "get_capabilities", dict)()                      # torch 2.9 has no list
-    on_cpu = torch.backends.mkldnn.is_available() and any(map(units.get, ("avx512_bf16", "amx_bf16", "bf16")))
-    return torch.bfloat16 if device.type == "cuda" or (device.type == "cpu" and on_cpu) else torch.float32
+    """The type for Newton-Schulz: bfloat16 on CUDA, and on CPUs with units for it; else float32.
+
+    Without units bfloat16 takes six times as long as float32. The CPU's own list of units decides,
+    not a clock, so that a run gives the same numbers each time."""
+    fast = device.type == "cuda"
+    if device.type == "cpu" and torch.backends.mkldnn.is_available():
+        units = getattr(torch.cpu, "get_capabilities", dict)()              # torch 2.9 has no list
+        fast = any(units.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return torch.bfloat16 if fast else torch.float32
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Linear algebra of stacks
 
 def factor_beta(group: dict) -> float:
@@ -227,7 +228,7 @@ def factor_beta(group: dict) -> float:
 
 
 def to_eigenbasis(x: Tensor, bases: list) -> Tensor:
-    """Q_L^T x Q_R for x (B, m, n), and likewise for tensors of any rank. None stands for the identity."""
+    """Q_L^T x Q_R of x (B, m, n), and likewise for any rank. None is the identity."""
     return multiply_sides(x, bases)
 
 
@@ -237,7 +238,7 @@ def from_eigenbasis(x: Tensor, bases: list) -> Tensor:
 
 
 def multiply_sides(x: Tensor, matrices: list) -> Tensor:
-    """x (B, ...) times matrix^T along each side. Each round takes the first side and puts the product last."""
+    """x (B, ...) times matrix^T along each side. A round takes the first side and puts it last."""
     for matrix in matrices:
         x = x.movedim(1, -1)
         if matrix is not None:
@@ -247,15 +248,15 @@ def multiply_sides(x: Tensor, matrices: list) -> Tensor:
 
 
 def unfolding(x: Tensor, side: int) -> Tensor:
-    """x (B, ...) as matrices (B, d, rest) whose rows belong to that side: x and x^T for a matrix."""
+    """x (B, ...) as matrices (B, d, rest) with the rows of that side: x and x^T for a matrix."""
     return x.movedim(side + 1, 1).flatten(2)
 
 
-BLOCKS_FROM = 1024                      # rows from which `add_gram` works in blocks: smaller ones are no faster
+BLOCKS_FROM = 1024                      # rows from which `add_gram` works in blocks
 
 
 def add_gram(s: Tensor, x: Tensor, decay: float, share: float) -> None:
-    """S <- decay S + share X X^T, X (B, d, rest). Large ones in four blocks, of which one is mirrored."""
+    """S <- decay S + share X X^T, X (B, d, rest). If large, in four blocks: one is mirrored."""
     x, d = x.to(s.dtype), x.shape[1]
     if d < BLOCKS_FROM or s.dtype == torch.bfloat16:
         torch.baddbmm(s, x, x.mT, beta=decay, alpha=share, out=s)
@@ -275,9 +276,9 @@ def first_gram(x: Tensor, share: float, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonal_iteration(s: Tensor, q: Tensor, sort: bool) -> Tensor | None:
-    """Q <- QR(S Q).Q in place; S and Q are (B, n, n). sort: see `refresh_bases`; returns that order (B, n).
+    """Q <- QR(S Q).Q in place; S and Q are (B, n, n). Returns the order (B, n), if sorted.
 
-    2^22 numbers at a time, for the sake of memory."""
+    It takes 2^22 numbers at a time, for the sake of memory."""
     orders, at_a_time = [], max(1, 2 ** 22 // s.shape[-1] ** 2)
     for s, q in zip(s.split(at_a_time), q.split(at_a_time)):
         sq = s @ q
@@ -297,44 +298,42 @@ def eigenbasis(s: Tensor) -> Tensor:
 
 
 def decompose(method, s: Tensor) -> list[Tensor]:
-    """method(s) for eigh or qr of a stack (B, n, n); where it fails, in float64 on the CPU, with a warning.
+    """method(s), eigh or qr, of a stack (B, n, n). If it fails: in float64 on the CPU, with a warning.
 
-    Raises RuntimeError where that fails too, as it does for gradients that are not finite."""
+    Raises RuntimeError if that fails too, as it does for gradients that are not finite."""
     size = tuple(s.shape[1:])
     try:
         return decompose_in_threads(method, s)
-    except RuntimeError as error:                       # includes LinAlgError
-        warnings.warn(f"The {size} factor could not be decomposed in {s.dtype}: again in float64 ({error})", stacklevel=2)
+    except RuntimeError as error:                           # includes LinAlgError
+        warnings.warn(f"The {size} factor failed in {s.dtype} and is repeated in float64: {error}")
     try:
         return [part.to(s) for part in method(s.to("cpu", torch.float64))]
     except RuntimeError as error:
-        raise RuntimeError(f"The {size} factor could not be decomposed in float64 either: "
-                           f"are all gradients finite? ({error})") from error
+        raise RuntimeError(f"The {size} factor failed in float64 too: are all gradients finite? "
+                           f"({error})") from error
 
 
 def decompose_in_threads(method, s: Tensor) -> list[Tensor]:
-    """method(s). On a CPU small matrices get a thread each: up to n of about 1,000 LAPACK is slower with two."""
+    """method(s). On CPUs a matrix below n of about 1,000 gets one thread: LAPACK is slower with two."""
     threads = torch.get_num_threads()
     if s.device.type != "cpu" or threads == 1 or s.shape[-1] > 1000:
         return method(s)
     try:
         torch.set_num_threads(1)
-        if len(s) == 1:
-            return method(s)
-        return [torch.stack(parts) for parts in zip(*lasting_threads(threads).map(method, s))]
+        return [torch.cat(parts) for parts in zip(*lasting_threads(threads).map(method, s.split(1)))]
     finally:
         torch.set_num_threads(threads)
 
 
 @functools.cache
 def lasting_threads(count: int) -> ThreadPoolExecutor:
-    """Threads that stay: to start them takes longer than a small decomposition."""
+    """Threads that stay: starting them takes longer than a small decomposition."""
     return ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def descend(ws: list[Tensor], directions: Tensor, step_size: float, decay: float) -> None:
-    """W <- (1 - decay) (W - step_size U), in the type of U (B, ...), rounded once to the weight's type."""
-    wide = [w.to(directions.dtype) for w in ws]         # w itself where it has that type
+    """W <- (1 - decay) (W - step_size U), in the type of U (B, ...), rounded once to the weight's."""
+    wide = [w.to(directions.dtype) for w in ws]             # w itself where it has that type
     torch._foreach_add_(wide, [u.view_as(w) for u, w in zip(directions, wide)], alpha=-step_size)
     if decay:
         torch._foreach_mul_(wide, 1 - decay)
@@ -345,14 +344,15 @@ def descend(ws: list[Tensor], directions: Tensor, step_size: float, decay: float
 
 @contextmanager
 def true_fp32(device_type: str):
-    """float32 products without autocast, TF32 (CUDA) and bf16 (CPU): a TF32 Gram matrix has no small eigenvalues
-    left. The user's choice comes back at the end. torch has an old switch and a new one, which must agree."""
+    """Without autocast, TF32 (CUDA) and bf16 (CPU): TF32 loses a Gram matrix's small eigenvalues.
+
+    The user's choice comes back at the end. torch has an old and a new switch, which must agree."""
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = [backend.fp32_precision for backend in backends]
     try:
         old_switch = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-    except RuntimeError:                                # the user set the new one: then the old one cannot be read
+    except RuntimeError:                                    # the user set the new one: it cannot be read
         old_switch = None
     try:
         for backend in backends:
@@ -366,87 +366,78 @@ def true_fp32(device_type: str):
             backend.fp32_precision = precision
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The engine: stacks, ranks, checkpoints
 
 QR_FLOPS, EIGH_FLOPS = 8 / 3, 9         # over n^3: QR with its Q written out; eigh, roughly
-SLOW_FIRST_STEP = 1e11                  # flops: some seconds on a CPU, which deserve a warning
+SLOW_FIRST_STEP = 1e11                  # flops, some seconds on a CPU: worth a warning
 
 
 class Stack:
-    """Parameters alike in shape, type, age and phase. `state` holds tensors (B, ...), views[i] those of row i."""
+    """Equal parameters. `state` holds tensors (B, ...), or None before the first gradient."""
 
     def __init__(self, params: list[Tensor], group: dict):
         self.params, self.group, self.state, self.views = params, group, None, []
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """What SOAP, KL-Shampoo and Muon share. A subclass gives the maths: `seed`, `update`, `flops`.
+    """What SOAP, KL-Shampoo and Muon share; a subclass gives the maths, `seed` and `update`.
 
-    The weights and states of parameters that are alike are worked on as one stack: a few large products.
-    State is float32, and float64 for float64 parameters. state[p] holds views into a stack.
-    stagger: the refreshes of a period are spread over its calls of `step`, as even in cost as can be.
-    shard: each matrix belongs to one rank of the process group. That rank alone holds its state and moves it;
-    afterwards all get the weight. Gradients must be equal on all ranks, as DDP leaves them. All ranks must
-    call `state_dict`, and rank 0's is whole: a checkpoint does not depend on the number of ranks.
+    Equal parameters are one stack, so that a call of `step` makes few large products. state[p] has
+    views into it, in float32 (float64 for float64 parameters).
+    stagger: the refreshes are spread over the calls of a period, as even in cost as can be.
+    shard: each matrix belongs to one rank, which alone has its state and moves it; then all get the
+    weight. Gradients must be equal on all ranks, as DDP leaves them. All must call `state_dict`, and
+    rank 0's is whole: a checkpoint does not depend on the number of ranks.
 
     Raises ValueError for an option out of range and for parameters that are no matrices."""
 
-    least_rank = 2                                      # of a parameter
-    seed_moves_nothing = True                           # the first gradient only makes the state
-    stack_size = {"cpu": 2 ** 19, "cuda": 2 ** 24}      # numbers that fill the device; temporaries grow with it
+    any_rank = False                                        # or matrices (out, rest) only
+    seed_moves_nothing = True                               # the first gradient makes the state, no more
+    stack_size = {"cpu": 2 ** 19, "cuda": 2 ** 24}          # numbers that keep the device busy
 
     def __init__(self, params, defaults: dict, stagger=False, shard=False):
         self.stagger, self.owner = stagger, {}
         self.shard = shard and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.shard else 0
         super().__init__(params, defaults)
 
-    def matrix_shape(self, shape: tuple) -> tuple:
-        """A parameter's shape as the maths sees it: (out, rest)."""
-        return shape[0], math.prod(shape[1:])
-
-    def factor_sides(self, shape: tuple, group: dict) -> list[bool]:
-        """For each side of a matrix_shape: does it have a factor?"""
-        return [True, True]
-
-    def flops(self, shape: tuple, group: dict) -> tuple[float, float, float]:
-        """(of an update, of a refresh on top of it, of the first call) for a matrix_shape.
-
-        An update goes into the basis and back, and adds to the factors. A refresh carries M over, and for each
-        side of length d computes S Q and a QR."""
-        sides = [d for d, has_factor in zip(shape, self.factor_sides(shape, group)) if has_factor]
-        u = 2 * math.prod(shape) * sum(sides)
-        refresh = 2 * u + sum((2 + QR_FLOPS) * d ** 3 for d in sides)
-        return 3 * u, refresh, u + EIGH_FLOPS * sum(d ** 3 for d in sides)
+    def matrix_shape(self, p: Tensor) -> tuple:
+        return tuple(p.shape) if self.any_rank else (p.shape[0], math.prod(p.shape[1:]))
 
     def state_dtype(self, p: Tensor) -> torch.dtype:
         return torch.float64 if p.dtype == torch.float64 else torch.float32
 
-    @property
-    def rank(self) -> int:
-        return dist.get_rank() if self.shard else 0
+    def flops(self, shape: tuple, group: dict) -> tuple[float, float, float]:
+        """(of an update, of a refresh on top, of the first call) for a `matrix_shape`.
+
+        With u = 2mn(m+n), which is one product Q_L^T G Q_R: into the basis, back, and the factors are
+        3u; to carry M over is 2u, and S Q is 2n^3 for each side."""
+        sides = [shape[k] for k in sides_with_factor(shape, group)]
+        u, refresh = 2 * math.prod(shape) * sum(sides), sum((2 + QR_FLOPS) * d ** 3 for d in sides)
+        return 3 * u, 2 * u + refresh, u + EIGH_FLOPS * sum(d ** 3 for d in sides)
 
     def add_param_group(self, param_group: dict) -> None:
         check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
-            if p.ndim < self.least_rank or not p.is_floating_point():
-                raise ValueError(f"{type(self).__name__} is for real matrices, not for {p.dtype} of shape "
+            if not p.is_floating_point() or (p.ndim < 2 and not self.any_rank):
+                raise ValueError(f"{type(self).__name__} is for real matrices, not {p.dtype} of shape "
                                  f"{tuple(p.shape)}: give biases, gains and tokens to AdamW.")
         self.share_work()
 
     def share_work(self) -> None:
-        """Choose each parameter's rank and, with `stagger`, its phase: the call of a period that refreshes it.
+        """Choose each parameter's rank and phase, the call of a period in which it is refreshed.
 
-        Both follow from the shapes alone, so that all ranks agree. A parameter stays on its rank, which has its
-        state. Phases do not depend on the ranks, and so neither do the numbers."""
-        self.stacks, self.missing = [], None            # None: stack anew
+        Both follow from the shapes alone, so all ranks agree. A parameter stays on its rank, which
+        has its state. Phases do not depend on the ranks, and so neither do the numbers."""
+        self.stacks, self.missing = [], None                # None: form the stacks anew
         self.periods = [group.get("precondition_frequency", 1) for group in self.param_groups]
-        cost, refresh_cost, period_of = {}, {}, {}
+        period_of, flops = {}, {}
         for group, period in zip(self.param_groups, self.periods):
             for p in group["params"]:
-                update, refresh_cost[p], _ = self.flops(self.matrix_shape(p.shape), group)
-                cost[p], period_of[p] = update + refresh_cost[p] / period, period
+                period_of[p], flops[p] = period, self.flops(self.matrix_shape(p), group)
+        cost = {p: update + refresh / period_of[p] for p, (update, refresh, _) in flops.items()}
         ranks = dist.get_world_size() if self.shard else 1
         load = [sum(cost[p] for p in cost if self.owner.get(p) == rank) for rank in range(ranks)]
         new = [p for p in cost if p not in self.owner]
@@ -454,22 +445,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.phase = dict.fromkeys(cost, 0)
         for period in set(self.periods) if self.stagger else ():
             members = [p for p in cost if period_of[p] == period]
-            self.phase.update(zip(members, share_out([refresh_cost[p] for p in members], [0.] * period)))
+            phases = share_out([flops[p][1] for p in members], [0.] * period)
+            self.phase.update(zip(members, phases))
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One call. A parameter without a gradient stays as it is, and so does its count of updates."""
+        """One call. A parameter without a gradient stays as it is, and so does its t."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():                   # a closure calls backward
+            with torch.enable_grad():                       # a closure calls backward
                 loss = closure()
         if self.periods != [group.get("precondition_frequency", 1) for group in self.param_groups]:
             self.share_work()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        missing, moved = [p.grad is None for p in params], [p for p in params if p.grad is not None and p.numel()]
+        missing = [p.grad is None for p in params]
         if missing != self.missing or not all(map(self.holds, self.stacks)):
             self.missing = missing
-            self.stack_alike()
+            self.form_stacks()
+        moved = [p for p in params if p.grad is not None and p.numel()]
         with true_fp32(moved[0].device.type if moved else "cpu"):
             for stack in self.stacks:
                 if stack.params[0].grad is not None:
@@ -478,40 +471,41 @@ class MatrixOptimizer(torch.optim.Optimizer):
             broadcast_weights(moved, self.owner)
         return loss
 
-    def stack_alike(self) -> None:
-        """Stack this rank's parameters that are alike, with or without a gradient, at most `stack_size` numbers each.
+    def form_stacks(self) -> None:
+        """Stack this rank's parameters that are equal, at most `stack_size` numbers together.
 
-        Done in the first call, and again when other parameters have a gradient or the state was replaced."""
-        alike, first_flops = {}, 0
+        Done in the first call, and when other parameters have gradients or the state was replaced."""
+        equal, first_flops = {}, 0
         for k, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if p.numel() and self.owner[p] == self.rank:
                     state = self.state.get(p, {})
-                    age = len(state), state.get("step"), p.grad is None
-                    alike.setdefault((k, p.shape, p.device, p.dtype, age, self.phase[p]), []).append(p)
+                    age = len(state), state.get("step"), p.grad is None, self.phase[p]
+                    equal.setdefault((k, p.shape, p.device, p.dtype, age), []).append(p)
                     if not state and p.grad is not None:
-                        first_flops += self.flops(self.matrix_shape(p.shape), group)[2]
+                        first_flops += self.flops(self.matrix_shape(p), group)[2]
         self.stacks = []
-        for (k, shape, device, *_), params in alike.items():
+        for (k, shape, device, *_), params in equal.items():
             count = max(1, self.stack_size.get(device.type, 2 ** 24) // shape.numel())
             for i in range(0, len(params), count):
-                self.stacks.append(Stack(params[i:i + count], self.param_groups[k]))
-                if self.state.get(params[i]):
-                    states = [self.state[p] for p in params[i:i + count]]
-                    self.lay_out(self.stacks[-1], map_tensors(lambda *t: torch.stack(t), *states))
+                stack = Stack(params[i:i + count], self.param_groups[k])
+                states = [self.state.get(p) for p in stack.params]
+                if states[0]:
+                    self.lay_out(stack, map_tensors(lambda *t: torch.stack(t), *states))
+                self.stacks.append(stack)
         if first_flops > SLOW_FIRST_STEP and self.seed_moves_nothing and self.rank == 0:
-            warnings.warn(f"{type(self).__name__}'s first step decomposes all factors, {first_flops / 1e9:.3g} Gflop: "
-                          f"it may take long, the steps after it do not", stacklevel=4)
+            warnings.warn(f"{type(self).__name__}'s first step decomposes all factors, "
+                          f"{first_flops / 1e9:.3g} Gflop. It may take long; the later ones do not.")
 
     def lay_out(self, stack: Stack, state: dict) -> None:
-        """Make `state` (B rows) the state of a stack, of which self.state has the views."""
-        stack.state = map_tensors(torch.Tensor.contiguous, state)       # a resumed run has the same bits
+        """Make `state`, tensors (B, ...), that of a stack; self.state gets the views of its rows."""
+        stack.state = map_tensors(torch.Tensor.contiguous, state)       # for equal bits after a resume
         for i, p in enumerate(stack.params):
             self.state[p] = map_tensors(lambda t: t[i], stack.state)
         stack.views = [tensors_in(self.state[p]) for p in stack.params]
 
     def holds(self, stack: Stack) -> bool:
-        """Are the views of a stack still in self.state? Not after a load, or where a user put other tensors."""
+        """Are a stack's views still in self.state? Not after a load, or where a user replaced them."""
         for p, views in zip(stack.params, stack.views):
             found = tensors_in(self.state.get(p, {}))
             if len(found) != len(views) or any(a is not b for a, b in zip(found, views)):
@@ -522,50 +516,55 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """One call for a stack: seed its state, or update its weights."""
         params, group = stack.params, stack.group
         g = params[0].grad[None] if len(params) == 1 else torch.stack([p.grad for p in params])
-        g = g.to(self.state_dtype(params[0])).reshape(len(params), *self.matrix_shape(params[0].shape))
+        g = g.to(self.state_dtype(params[0])).reshape(len(params), *self.matrix_shape(params[0]))
         if stack.state is None:
             self.lay_out(stack, self.seed(g, group))
             if self.seed_moves_nothing:
                 return
         if "step" in stack.state:
-            stack.state["step"] = t = self.state[params[0]]["step"] + 1
+            stack.state["step"] = self.state[params[0]]["step"] + 1
             for p in params:
-                self.state[p]["step"] = t
+                self.state[p]["step"] = stack.state["step"]
         self.update(params, g, stack.state, group)
-        if "precondition_frequency" in group and t % group["precondition_frequency"] == self.phase[params[0]]:
+        period = group.get("precondition_frequency")
+        if period and stack.state["step"] % period == self.phase[params[0]]:
             refresh_bases(stack.state)
 
     def state_dict(self) -> dict:
-        """As torch's. With `shard` all ranks call it: rank 0 gets the others' states, one after the other."""
+        """As torch's. With `shard` all ranks call it: rank 0 gets the others' states one by one."""
         whole = super().state_dict()
         if self.shard:
             for i, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
                 box = [None]
                 if self.owner[p] == self.rank != 0:
-                    dist.send_object_list([map_tensors(lambda t: t.to("cpu", copy=True), self.state[p])], 0)
+                    box = [map_tensors(lambda t: t.to("cpu", copy=True), self.state.get(p))]
+                    dist.send_object_list(box, 0)
                 elif self.rank == 0 != self.owner[p]:
                     dist.recv_object_list(box, self.owner[p])
                     whole["state"].update({i: box[0]} if box[0] else {})
         return whole
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, but by name (`match_saved`), in this optimizer's types, and only what this rank owns.
+        """As torch's, but by name (`match_saved`), and only what this rank owns.
 
-        torch would cast each tensor of the state to the parameter's type."""
+        torch would cast every tensor to the parameter's type; here they keep the state's types."""
         saved = match_saved(state_dict, self)
         super().load_state_dict({**saved, "state": {}})
-        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        for i, (p, group) in zip(ids, [(p, group) for group in self.param_groups for p in group["params"]]):
-            if self.owner[p] == self.rank:
-                for key, value in saved["state"].get(i, {}).items():
-                    dtype = key in ("GG", "Q") and group.get("factor_dtype") or self.state_dtype(p)
-                    self.state[p][key] = map_tensors(lambda t: t.to(p.device, dtype, copy=True), value)
+        for theirs, group in zip(saved["param_groups"], self.param_groups):
+            for i, p in zip(theirs["params"], group["params"]):
+                if self.owner[p] == self.rank:
+                    for key, value in saved["state"].get(i, {}).items():
+                        narrow = group.get("factor_dtype") if key in ("GG", "Q") else None
+                        dtype = narrow or self.state_dtype(p)
+                        copied = map_tensors(lambda t: t.to(p.device, dtype, copy=True), value)
+                        self.state[p][key] = copied
 
     def __getstate__(self):
-        return {**super().__getstate__(), "stagger": self.stagger, "shard": self.shard, "owner": self.owner}
+        own = "stagger", "owner", "shard", "rank"
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state):
-        """Of a copy or a checkpoint. An older checkpoint lacks newer options: they get their defaults."""
+        """Of a copy or a checkpoint. Options that an older checkpoint lacks get their defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -575,25 +574,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 def check_options(options: dict) -> None:
     """Raises ValueError for an option out of range."""
+    betas = *options.get("betas", ()), options.get("shampoo_beta") or 0, options.get("momentum", 0)
+    period = options.get("precondition_frequency", 1)
     for key in ("lr", "weight_decay", "eps"):
-        if not options.get(key, 0) >= 0:                # NaN too
+        if not options.get(key, 0) >= 0:                    # NaN too
             raise ValueError(f"{key} must be at least 0, not {options[key]}.")
-    for key in ("betas", "shampoo_beta", "momentum"):
-        values = options.get(key)
-        if not all(v is None or 0 <= v < 1 for v in (values if isinstance(values, (tuple, list)) else [values])):
-            raise ValueError(f"{key} must be at least 0 and below 1, not {values}.")
-    frequency = options.get("precondition_frequency", 1)
-    if not isinstance(frequency, int) or frequency < 1:
-        raise ValueError(f"precondition_frequency must be a whole number of at least 1, not {frequency}.")
-    if options.get("factor_dtype") not in (None, torch.bfloat16):
-        raise ValueError(f"factor_dtype must be None or torch.bfloat16, not {options['factor_dtype']}.")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas, shampoo_beta and momentum must be in [0, 1), not {betas}.")
+    if not isinstance(period, int) or period < 1:
+        raise ValueError(f"precondition_frequency must be a whole number above 0, not {period}.")
     muon_scale(options.get("adjust_lr_fn"), 1, 1)
 
 
 def share_out(costs: list[float], load: list[float]) -> list[int]:
-    """A bin for each cost, so that the fullest is nearly as empty as can be. load: what the bins hold already.
+    """A bin for each cost, given the load of the bins, so that the fullest is nearly as empty as can be.
 
-    The dearest goes first, each to the emptiest: at most 4/3 of the optimum."""
+    The dearest goes first, each to the emptiest bin: at most 4/3 of the optimum."""
     load, bin_of = list(load), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         bin_of[i] = min(range(len(load)), key=load.__getitem__)
@@ -602,8 +598,8 @@ def share_out(costs: list[float], load: list[float]) -> list[int]:
 
 
 def broadcast_weights(params: list[Tensor], owner: dict) -> None:
-    """All ranks get each weight from its owner: weights and not updates, so that all have the same bits."""
-    whole = [p.detach().contiguous() for p in params]   # p itself, unless it lies otherwise in memory
+    """All ranks get each weight from its owner. Weights, not updates: so all have the same bits."""
+    whole = [p.detach().contiguous() for p in params]       # p itself, unless it lies otherwise
     works = [dist.broadcast(t, owner[p], async_op=True) for p, t in zip(params, whole)]
     for p, t, work in zip(params, whole, works):
         work.wait()
@@ -612,27 +608,27 @@ def broadcast_weights(params: list[Tensor], owner: dict) -> None:
 
 
 def match_saved(saved: dict, optimizer: torch.optim.Optimizer) -> dict:
-    """A saved state_dict in the optimizer's order of parameters: by name where both have names, else by place.
+    """A saved state_dict in the optimizer's order: by name where both have names, else by place.
 
-    Raises ValueError where a name is missing on one side or a shape does not fit."""
-    groups, fault = list(saved["param_groups"]), "The saved optimizer state is that of another model:"
+    Raises ValueError where a name is missing on one side, or a shape does not fit."""
+    groups, fault = list(saved["param_groups"]), "The saved optimizer state is of another model:"
     for k, (theirs, ours) in enumerate(zip(saved["param_groups"], optimizer.param_groups)):
         names = ours.get("param_names", range(len(ours["params"])))
         if "param_names" in theirs and "param_names" in ours:
             ids = dict(zip(theirs["param_names"], theirs["params"]))
             if ids.keys() != set(names):
-                raise ValueError(f"{fault} only one of the two has a parameter {min(ids.keys() ^ set(names))}.")
+                raise ValueError(f"{fault} only one has a parameter {min(ids.keys() ^ set(names))}.")
             groups[k] = {**theirs, "params": [ids[name] for name in names], "param_names": names}
         for i, p, name in zip(groups[k]["params"], ours["params"], names):
             state = saved["state"].get(i, {})
             then = state.get("exp_avg", state.get("momentum_buffer", p)).shape
-            if then not in (p.shape, p.flatten(1).shape if p.ndim > 1 else p.shape):
-                raise ValueError(f"{fault} parameter {name} was {tuple(then)} and is {tuple(p.shape)}.")
+            if then not in (p.shape, p.flatten(1).shape if p.ndim > 2 else p.shape):
+                raise ValueError(f"{fault} parameter {name} is {tuple(p.shape)}, was {tuple(then)}.")
     return {**saved, "param_groups": groups}
 
 
 def map_tensors(f, *states):
-    """f of the tensors at the same place of some states, nested dicts and lists; numbers are the first one's."""
+    """f of the tensors at the same place of nested dicts and lists; numbers are the first one's."""
     first = states[0]
     if isinstance(first, Tensor):
         return f(*states)
@@ -647,66 +643,66 @@ def tensors_in(state) -> list[Tensor]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The three classes
 
 class SOAP(MatrixOptimizer):
-    """Adam in the eigenbasis of Shampoo's factors, for tensors of any rank (`soap_step`).
+    """Adam in the eigenbasis of Shampoo's factors, for tensors of any rank: `soap_step`.
 
-    A tensor without a factor (a scalar, a vector, two sides above max_precond_dim) gets Adam, one call late.
-    factor_dtype=torch.bfloat16 halves the memory of factors and bases.
-    Memory: M, V, S, Q = 2 + 2(m^2+n^2)/mn times the weight: 6x for a square one, 10.5x for an MLP's 4:1."""
+    A tensor without factors (a vector, two sides above max_precond_dim) gets Adam, one call late.
+    factor_dtype=torch.bfloat16 halves the memory of factors and bases. Memory: M, V, S, Q are
+    2 + 2(m^2+n^2)/mn times the weight, 6 for a square one, 10.5 for an MLP's 4:1."""
 
-    least_rank, seed, update = 0, staticmethod(soap_seed), staticmethod(soap_step)
+    any_rank, seed, update = True, staticmethod(soap_seed), staticmethod(soap_step)
 
     def __init__(self, params, lr=3e-3, betas=(.95, .95), shampoo_beta=None, eps=1e-8, weight_decay=.01,
-                 precondition_frequency=10, max_precond_dim=10000, correct_bias=True, normalize_grads=False,
-                 factor_dtype=None, stagger=False, shard=False):
-        defaults = dict(lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
-                        precondition_frequency=precondition_frequency, max_precond_dim=max_precond_dim,
-                        correct_bias=correct_bias, normalize_grads=normalize_grads, factor_dtype=factor_dtype)
+                 precondition_frequency=10, max_precond_dim=10000, correct_bias=True,
+                 normalize_grads=False, factor_dtype=None, stagger=False, shard=False):
+        defaults = dict(
+            lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
+            precondition_frequency=precondition_frequency, max_precond_dim=max_precond_dim,
+            correct_bias=correct_bias, normalize_grads=normalize_grads, factor_dtype=factor_dtype)
         super().__init__(params, defaults, stagger, shard)
-
-    def matrix_shape(self, shape):
-        return tuple(shape)
-
-    def factor_sides(self, shape, group):
-        return soap_sides(shape, group)
 
 
 class KLShampoo(MatrixOptimizer):
-    """Shampoo whose factors fit the gradients in KL divergence (`kl_shampoo_step`), on matrices (out, rest).
+    """Shampoo whose factors fit the gradients in KL divergence: `kl_shampoo_step`.
 
-    Published code runs it in bfloat16; here it is float32. Memory: M, S, Q = 1 + 2(m^2+n^2)/mn times the weight."""
+    Published code runs it in bfloat16, this in float32 unless factor_dtype=torch.bfloat16. Memory:
+    M, S, Q are 1 + 2(m^2+n^2)/mn times the weight."""
 
     seed, update = staticmethod(kl_shampoo_seed), staticmethod(kl_shampoo_step)
 
     def __init__(self, params, lr=1e-4, betas=(.9, .98), shampoo_beta=None, eps=1e-8, weight_decay=.01,
                  precondition_frequency=10, init_factor=.1, max_clamp_value=4000, factor_dtype=None,
                  stagger=False, shard=False):
-        defaults = dict(lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
-                        precondition_frequency=precondition_frequency, init_factor=init_factor,
-                        max_clamp_value=max_clamp_value, factor_dtype=factor_dtype)
+        defaults = dict(
+            lr=lr, betas=betas, shampoo_beta=shampoo_beta, eps=eps, weight_decay=weight_decay,
+            precondition_frequency=precondition_frequency, init_factor=init_factor,
+            max_clamp_value=max_clamp_value, factor_dtype=factor_dtype)
         super().__init__(params, defaults, stagger, shard)
 
     def flops(self, shape, group):
         update, refresh, first = super().flops(shape, group)
-        return update + 2 * math.prod(shape) * min(shape), refresh, first       # H, besides both halves
+        return update + 2 * math.prod(shape) * min(shape), refresh, first       # H, beside its halves
 
 
 class Muon(MatrixOptimizer):
-    """Momentum, orthogonalised (`muon_step`), on matrices (out, rest).
+    """Momentum, orthogonalised: `muon_step`.
 
-    ns_dtype: the type of Newton-Schulz; None is the device's fast one, torch.optim.Muon has torch.bfloat16.
-    Memory: one buffer, 1x the weight, in the weight's type, as torch has it."""
+    ns_dtype: the type of Newton-Schulz. None is the device's fast one, torch.optim.Muon's is bfloat16.
+    Memory: one buffer, 1 times the weight, in the weight's type as torch has it."""
 
-    seed_moves_nothing, seed, update = False, staticmethod(muon_seed), staticmethod(muon_step)
+    seed_moves_nothing, update = False, staticmethod(muon_step)
 
     def __init__(self, params, lr=1e-3, weight_decay=.1, momentum=.95, nesterov=True, ns_steps=5,
                  adjust_lr_fn=None, ns_dtype=None, shard=False):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov,
                         ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype)
         super().__init__(params, defaults, shard=shard)
+
+    def seed(self, g, group):
+        return {"momentum_buffer": torch.zeros_like(g)}
 
     def state_dtype(self, p):
         return p.dtype
@@ -717,17 +713,18 @@ class Muon(MatrixOptimizer):
         return update, 0, update
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Which parameter goes where
 
-# One line for a new optimizer. A MatrixOptimizer gets the matrices of the blocks, any other one all parameters.
+# A new optimizer is one line. A MatrixOptimizer gets the blocks' matrices, any other all parameters.
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "soap": SOAP, "kl-shampoo": KLShampoo, "muon": Muon}
 
 
-class CombinedOptimizer(torch.optim.Optimizer):
+class Optimizers(torch.optim.Optimizer):
     """A matrix optimizer and the AdamW beside it, or one optimizer alone, driven as one.
 
-    `parts` holds them, and their states; `param_groups` has the groups of all, so torch's lr_schedulers work."""
+    `parts` holds them with their states. `param_groups` are those of all parts, so that torch's
+    lr_schedulers work."""
 
     def __init__(self, name: str, parts: list):
         self.name, self.parts = name, parts
@@ -749,10 +746,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """Raises ValueError for the state of another optimizer or another model."""
         theirs = state_dict.get("name")
         if theirs != self.name:
-            raise ValueError(f"This is the state of the optimizer {theirs!r}, but the run uses {self.name!r}: "
-                             f"choose {theirs!r}, or start afresh.")
+            raise ValueError(f"This is the state of the optimizer {theirs!r}, but the run uses "
+                             f"{self.name!r}: choose {theirs!r}, or start afresh.")
         for part, saved in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(copy.deepcopy(match_saved(saved, part)))       # torch would share its tensors
+            part.load_state_dict(copy.deepcopy(match_saved(saved, part)))       # torch shares tensors
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def __getstate__(self):
@@ -760,64 +757,67 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
 
 def build_optimizer(model, name: str, lr: float, weight_decay: float, layer_decay: float = 1.0,
-                    shard: bool = True, **options) -> CombinedOptimizer:
+                    shard: bool = True, **options) -> Optimizers:
     """The optimizer `name` of `OPTIMIZERS` for a model, with `options`.
 
-    A matrix optimizer gets the weights of `matrix_names`; everything else (embeddings, positions, tokens, head,
-    norms, biases) goes to AdamW with the same lr. Any other optimizer gets all parameters. Vectors, biases,
-    tokens and positions never decay. Muon has adjust_lr_fn "match_rms_adamw" unless given: one lr serves both.
-    shard: with several ranks each moves its share of the matrices. AdamW, which is cheap, is on all of them.
-    layer_decay below 1, for fine-tuning: each layer learns that much more slowly than the next (`by_layer`).
+    A matrix optimizer gets the weights of `matrix_names`; everything else (embeddings, positions,
+    tokens, head, norms, biases) goes to AdamW with the same lr. Any other optimizer gets all
+    parameters. Vectors, biases, tokens and positions never decay.
+    Muon has adjust_lr_fn "match_rms_adamw" unless another is given, so that one lr serves both.
+    shard: with several ranks each moves its share of the matrices. AdamW is cheap and on all ranks.
+    layer_decay below 1, for fine-tuning: a layer learns that much more slowly than the next one.
 
     A schedule sets group["lr"] = lr_t * group["lr_scale"] for all param_groups.
-    Raises ValueError for an unknown name, an lr or layer_decay out of range, and a model without matrices.
-    """
+    Raises ValueError for an unknown name, an lr or layer_decay out of range, and a model in which
+    there is nothing to do for the optimizer."""
     if name not in OPTIMIZERS:
         raise ValueError(f"There is no optimizer {name!r}: choose {', '.join(OPTIMIZERS)}.")
     if not (lr > 0 and 0 < layer_decay <= 1):
-        raise ValueError(f"lr must be above 0 and layer_decay in (0, 1], not {lr} and {layer_decay}.")
+        raise ValueError(f"lr must be above 0, layer_decay in (0, 1], not {lr} and {layer_decay}.")
     depth = len(getattr(model, "blocks", ()))
     if layer_decay < 1 and not depth:
         raise ValueError("layer_decay counts the model's `blocks`, and it has none: leave it at 1.")
-    kind, parts = OPTIMIZERS[name], []
-    for_matrix_optimizer = matrix_names(model) if issubclass(kind, MatrixOptimizer) else set()
-    matrix, decay, still = [], [], []
+    kind, prefix, parts = OPTIMIZERS[name], "", []
+    names = matrix_names(model) if issubclass(kind, MatrixOptimizer) else ()
+    matrices, others, still = [], [], []
     for key, p in model.named_parameters():
         if p.requires_grad:
             # tokens and positions are points, not maps: to pull them to 0 means nothing
-            is_map = p.ndim >= 2 and not ("token" in key or "pos_embed" in key or key.endswith("bias"))
-            (matrix if is_map and key in for_matrix_optimizer else decay if is_map else still).append((key, p))
-    prefix = ""
+            is_map = p.ndim > 1 and not ("token" in key or "pos_embed" in key or key.endswith("bias"))
+            (still if not is_map else matrices if key in names else others).append((key, p))
     if issubclass(kind, MatrixOptimizer):
-        if not matrix:
-            raise ValueError(f"The model has no weight matrix that {name!r} could train: choose adamw.")
+        if not matrices:
+            raise ValueError(f"The model has no weight matrix for {name!r} to train: choose adamw.")
         if kind is Muon:
             options.setdefault("adjust_lr_fn", "match_rms_adamw")
-        groups = by_layer({"params": matrix, "name": "matrix"}, depth, layer_decay, lr)
-        parts.append(kind(groups, lr=lr, weight_decay=weight_decay, shard=shard, **options))
-        kind, options, prefix = torch.optim.AdamW, {}, "aux_"
+        groups = by_layer({"params": matrices, "name": "matrix"}, depth, layer_decay, lr)
+        parts = [kind(groups, lr=lr, weight_decay=weight_decay, shard=shard, **options)]
+        kind, prefix, options = torch.optim.AdamW, "aux_", {}
     if kind is torch.optim.AdamW:
-        options.setdefault("fused", True)               # one pass over memory
-    groups = [group for params, label, wd in ((decay, "decay", weight_decay), (still, "no_decay", 0.0)) if params
-              for group in by_layer({"params": params, "name": prefix + label, "weight_decay": wd}, depth, layer_decay, lr)]
+        options.setdefault("fused", True)                   # one pass over memory
+    decay = {"params": others, "name": prefix + "decay", "weight_decay": weight_decay}
+    no_decay = {"params": still, "name": prefix + "no_decay", "weight_decay": 0.0}
+    groups = [layer for group in (decay, no_decay) for layer in by_layer(group, depth, layer_decay, lr)]
     if groups:
         parts.append(kind(groups, lr=lr, **options))
-    return CombinedOptimizer(name, parts)
+    return Optimizers(name, parts)
 
 
 def matrix_names(model) -> set[str]:
-    """Names of the weights inside `blocks.` (attention, MLP, decoder blocks too). A model without `blocks.`: those of
-    all nn.Linear and convolutions."""
+    """Names of the parameters inside `blocks.` (attention, MLP, decoder blocks too). For a model
+    without `blocks.`: of the weights of all nn.Linear and convolutions."""
     inside = {name for name, _ in model.named_parameters() if "blocks." in name}
-    layers = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
-    return inside or {f"{name}.weight".lstrip(".") for name, m in model.named_modules() if isinstance(m, layers)}
+    kinds = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+    layers = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    return inside or {f"{name}.weight".lstrip(".") for name in layers}
 
 
 def by_layer(group: dict, depth: int, decay: float, lr: float) -> list[dict]:
-    """The group, with lr_scale 1; where decay is below 1 one group per layer i, with lr_scale decay^(depth+1-i), as
-    in MAE and BEiT. i: 0 for embeddings, positions and tokens, 1 to depth for blocks, depth + 1 for the rest."""
+    """The group with lr_scale 1, or where decay is below 1 a group for each layer i, with lr_scale
+    decay^(depth + 1 - i), as in MAE and BEiT. i is 0 for embeddings, positions and tokens, 1 to depth
+    for the blocks, depth + 1 for the rest. No group for no parameters."""
     if decay == 1:
-        return [{**group, "lr_scale": 1.0}]
+        return [{**group, "lr_scale": 1.0}] if group["params"] else []
     layers = {}
     for key, p in group["params"]:
         first, _, rest = key.partition(".")
@@ -825,44 +825,44 @@ def by_layer(group: dict, depth: int, decay: float, lr: float) -> list[dict]:
         i = 1 + int(rest.partition(".")[0]) if first == "blocks" else i
         layers.setdefault(i, []).append((key, p))
     scales = {i: decay ** (depth + 1 - i) for i in sorted(layers)}
-    return [{**group, "params": layers[i], "lr_scale": scale, "lr": lr * scale} for i, scale in scales.items()]
+    return [{**group, "params": layers[i], "lr_scale": s, "lr": lr * s} for i, s in scales.items()]
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Printing
 
 def describe(optimizer) -> str:
-    """A few lines: tensors, parameters, lr, flops per kind of group, and which sides of a shape have a factor."""
+    """A few lines: tensors, parameters and lr of each kind of group, flops, sides with a factor."""
     lines = []
     for part in getattr(optimizer, "parts", [optimizer]):
         kinds = {}
-        for i, group in enumerate(part.param_groups):   # layers of one kind are one line
+        for i, group in enumerate(part.param_groups):       # the layers of one kind are one line
             kinds.setdefault(group.get("name", i), []).append(group)
         for name, groups in kinds.items():
-            params, lrs = [p for group in groups for p in group["params"]], [float(group["lr"]) for group in groups]
-            lr = f"{lrs[0]:g}" if len(lrs) == 1 else f"{min(lrs):.3g} to {max(lrs):.3g} in {len(lrs)} layers"
-            lines.append(f"{type(part).__name__} {name}: {len(params)} tensors, {sum(p.numel() for p in params):,} "
-                         f"parameters, lr {lr}, weight decay {float(groups[0]['weight_decay']):g}")
+            params = list(chain.from_iterable(group["params"] for group in groups))
+            lrs, decay = sorted({float(group["lr"]) for group in groups}), groups[0]["weight_decay"]
+            lr = f"{lrs[0]:.3g} to {lrs[-1]:.3g} by layer" if len(lrs) > 1 else f"{lrs[0]:g}"
+            lines.append(f"{type(part).__name__} {name}: {len(params)} tensors, "
+                         f"{sum(p.numel() for p in params):,} parameters, lr {lr}, "
+                         f"weight decay {float(decay):g}")
             if isinstance(part, MatrixOptimizer):
                 lines += ["  " + line for line in describe_matrices(part, params, groups[0])]
     return "\n".join(lines)
 
 
 def describe_matrices(part: MatrixOptimizer, params: list[Tensor], group: dict) -> list[str]:
-    """The flops of a step; Muon's number type, or `12 x (288, 96): both sides` for each shape."""
-    shapes = [part.matrix_shape(p.shape) for p in params]
-    updates, refreshes, firsts = (sum(flops) / 1e9 for flops in zip(*(part.flops(s, group) for s in shapes)))
+    """Flops of a step; then Muon's number type, or `12 x (288, 96): both sides` for each shape."""
+    shapes = [part.matrix_shape(p) for p in params]
+    flops = zip(*(part.flops(shape, group) for shape in shapes))
+    update, refresh, first = (sum(each) / 1e9 for each in flops)
     if isinstance(part, Muon):
         dtype = group["ns_dtype"] or fast_dtype(params[0].device)
         why = "as ns_dtype says" if group["ns_dtype"] else "which this device multiplies fast"
-        return [f"{updates:.3g} Gflop a step, Newton-Schulz in {str(dtype)[6:]}, {why}"]
-    mean = updates + refreshes / group["precondition_frequency"]
-    lines = [f"{mean:.3g} Gflop a step on average, {firsts:.3g} Gflop the first (eigendecompositions)"]
+        return [f"{update:.3g} Gflop a step; Newton-Schulz in {str(dtype)[6:]}, {why}"]
+    mean = update + refresh / group.get("precondition_frequency", 1)
+    lines = [f"{mean:.3g} Gflop a step on average, {first:.3g} the first, with its eigendecompositions"]
     for shape in dict.fromkeys(shapes):
-        sides = part.factor_sides(shape, group)
-        kept = " and ".join(str(k) for k, has_factor in enumerate(sides) if has_factor)
-        which = "both sides" if sides == [True, True] else f"sides {kept} of {len(sides)}" if kept else "no side, plain Adam"
-        too_long = [d for d, has_factor in zip(shape, sides) if len(shape) > 1 and not has_factor]
-        which += f"; {too_long} exceeds max_precond_dim" if too_long else ""
-        lines.append(f"{shapes.count(shape)} x {shape}: {which}")
+        sides = sides_with_factor(shape, group)
+        which = "both sides" if sides == [0, 1] and len(shape) == 2 else f"sides {sides} of {len(shape)}"
+        lines.append(f"{shapes.count(shape)} x {shape}: {which if sides else 'no side, plain Adam'}")
     return lines

@@ -44,8 +44,9 @@ def load_net(path, flag="--ckpt", remedy=REMEDY, raw=False):
     """(net in eval mode on the CPU, args) from a checkpoint or the folder of a run.
 
     The averaged weights where there are some, unless raw; of DINO the teacher's backbone.
-    args: the run's, and beside them "weights" ("ema" or "raw") and "step". Raises BadInput, with `flag`
-    and `remedy`, for a file that is missing, damaged or of another kind."""
+    args: the run's, and beside them "weights" ("ema" or "raw"), "step" and "side", of the images that it
+    was made for. Raises BadInput, with `flag` and `remedy`, for a file that is missing, damaged or of
+    another kind."""
     checkpoint = runtime.read_checkpoint(path, flag, remedy)
     args = dict(checkpoint["args"], step=checkpoint["step"])
     args["weights"] = "ema" if checkpoint["ema"] and not raw else "raw"
@@ -57,24 +58,23 @@ def load_net(path, flag="--ckpt", remedy=REMEDY, raw=False):
     if kind == "dino":
         state = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
     if args.get("alphas"):
-        special["alphas"] = [restore_weights(pair, f"blocks.{l}.alphas", state)
-                             for l, pair in enumerate(args["alphas"])]
+        special["alphas"] = [restore_weights(l, pair, state) for l, pair in enumerate(args["alphas"])]
     try:
         net = NETS[kind](**{**args["model"], **special})
         net.load_state_dict(state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:        # another version's model
         words = " ".join(str(error).split())[:200]
         raise BadInput(f"{flag} {path} does not fit our models ({words}): {remedy}") from error
+    args["side"] = net.grid[0] * net.patch_embed.patch_size
     return net.eval(), args
 
 
-def restore_weights(value, name, state):
-    """Shortcut weights as a model takes them, from nested lists; those in `state` were learned."""
-    if name in state:
-        return nn.Parameter(torch.zeros(()))            # its value comes with the state
-    if isinstance(value, (list, tuple)):
-        return tuple(restore_weights(part, f"{name}.{i}", state) for i, part in enumerate(value))
-    return value
+def restore_weights(l, pair, state):
+    """The shortcut weights of block l, from plain numbers; those that `state` holds were learned."""
+    def restore(name, value):
+        return nn.Parameter(torch.zeros(())) if f"blocks.{l}.{name}" in state else value
+    pair = [model.split_weight(weight) for weight in pair]
+    return [(restore(f"alphas.{i}", a), restore(f"gains.{i}", g)) for i, (a, g) in enumerate(pair)]
 
 
 def pixel_scale(saved):
@@ -357,7 +357,7 @@ def probe_set(path, net, saved, data_):
     """(images, transform) for a net, in the pixel scale that it is used to; data_: None for its own set.
 
     Raises BadInput where the images do not fit the net."""
-    channels, size = net.patch_embed.proj.in_channels, net.grid[0] * net.patch_embed.patch_size
+    channels, size = net.patch_embed.proj.in_channels, saved["side"]
     own = saved["data"], saved.get("holdout", 0.0), saved.get("seed", 0)
     images = open_images(data_) if data_ else open_images(*own)
     is_latent = isinstance(images.train, data.Latents)
@@ -443,8 +443,7 @@ def probe_checkpoint(path, net, saved, images, transform, args, world, dtype):
     k = str(k if k in ks else ks[0])
     best = max(range(len(net.blocks) + 1), key=lambda l: rows[l]["knn"][k])    # the final norm is none
     return dict(
-        checkpoint=str(path), name=run_name(path), kind=saved["kind"], step=saved["step"],
-        weights=saved["weights"], alpha_eff=getattr(net, "alpha_eff", None),
+        **run_facts(path, saved), alpha_eff=getattr(net, "alpha_eff", None),
         data=args.data or saved["data"], train_images=len(train_y), val_images=len(val_y),
         classes=len(images.classes), majority=float(val_y.bincount().max() / len(val_y)), k=ks,
         seconds=time.perf_counter() - start,
@@ -547,7 +546,8 @@ def run_pca(args):
         shown = torch.stack([square(images.val[i][0]) for i in positions])
         x = v2.Compose(data.normalise(replace(images, mean=mean, std=std)))(shown)
         columns = [shown.expand(-1, 3, -1, -1) / 255]
-        for tokens in dense_tokens(path, net, x, layers, world.device, dtype):
+        check_net(path, net, x[:1], layers)
+        for tokens in dense_tokens(net, x, layers, world.device, dtype):
             maps = torch.stack([component_colours(t).float() for t in tokens])
             columns.append(F.interpolate(maps.mT.unflatten(2, (side, side)), args.img_size))
         columns[0] = F.interpolate(columns[0], args.img_size)
@@ -557,16 +557,24 @@ def run_pca(args):
 
 
 @torch.no_grad()
-def dense_tokens(path, net, x, layers, device, dtype, feature="token"):
-    """`model.patch_tokens` in float32, for images x (B, C, Y, X): a list of (B, N, D).
-
-    Raises BadInput, which names the checkpoint at `path`, where layers or images do not fit the net."""
-    try:
-        with runtime.autocast(device, dtype):
-            found = model.patch_tokens(net.to(device), x.to(device, non_blocking=True), layers, feature)
-    except (ValueError, TypeError) as error:            # a flow model wants a time
-        raise BadInput(f"--ckpt {path}: {error}") from error
+def dense_tokens(net, x, layers, device, dtype=torch.float32, feature="token"):
+    """`model.patch_tokens` of images x (B, C, Y, X), in float32: [(B, N, D) of each of `layers`]."""
+    with runtime.autocast(device, dtype):
+        found = model.patch_tokens(net.to(device), x.to(device, non_blocking=True), layers, feature)
     return [tokens.float() for tokens in found]
+
+
+def check_net(path, net, x, layers, feature="token"):
+    """Raises BadInput, which names the checkpoint, where net, images x and layers do not fit."""
+    channels = net.patch_embed.proj.in_channels
+    if isinstance(net, model.FlowNet):
+        raise BadInput(f"--ckpt {path} is a flow model, whose features depend on a time: give another")
+    if channels != x.shape[1]:
+        raise BadInput(f"--ckpt {path} takes {channels} channel(s), and --data has {x.shape[1]}")
+    try:
+        dense_tokens(net, x, layers, x.device, feature=feature)
+    except ValueError as error:
+        raise BadInput(f"--ckpt {path}: {error}") from error
 
 
 def layer_numbers(words, depth):
@@ -591,6 +599,12 @@ def run_name(path):
     """The name of the run's folder."""
     path = Path(path)
     return (path if path.is_dir() else path.parent).resolve().name
+
+
+def run_facts(path, saved):
+    """What a record says about its checkpoint."""
+    about = {key: saved[key] for key in ("kind", "step", "weights")}
+    return dict(checkpoint=str(path), name=run_name(path), **about)
 
 
 def results_folder(args):

@@ -1,4 +1,4 @@
-"""Self-distillation without labels, DINO (Caron et al. 2021), with and without shortcuts (paper 1).
+r"""Self-distillation without labels, DINO (Caron et al. 2021), with and without shortcuts (paper 1).
 
     loss    =  mean over views i, global, and v, any other, of  -sum_k p_t(x_i)_k log p_s(x_v)_k
     p_t     =  softmax((t - center) / T_t),  p_s = softmax(s / T_s),  t, s: logits of teacher and student
@@ -19,7 +19,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torchvision.transforms import v2
 from torchvision.utils import save_image
 
 import data
@@ -35,9 +34,9 @@ COMMON = dict(
     center_momentum=0.9,                    # of the centre; 1 switches centring off
     teacher_temp_start=0.04,                # T_t in the first epoch, on its way to teacher_temp
     weight_decay=0.04, weight_decay_end=0.4,            # half a cosine from the one to the other
-    alpha=1.0, c=3.0,                       # constants of --init skipless, beside each preset's beta
     clip=3.0,                               # each parameter's gradient by itself
-    holdout=0.0, bad_images="stop",
+    alpha=1.0, c=3.0,                       # constants of --init skipless, beside each preset's beta
+    global_scale=(0.4, 1.0), holdout=0.0, bad_images="stop",
 )
 PRESETS = {
     # 32 px emoji, 16 patches. Colour jitter, warm temperatures and 300 epochs are for large sets: here
@@ -46,7 +45,7 @@ PRESETS = {
     "laptop": dict(
         COMMON, data="emoji", size="nano", img_size=32, patch_size=8, pool="mean", drop_path=0.0,
         skipless_init="skipless", beta=4.0, epochs=6, batch_size=32, warmup=0.5,
-        local_size=16, local_crops=2, global_scale=(0.4, 1.0), local_scale=(0.15, 0.4), color=0.0,
+        local_size=16, local_crops=2, local_scale=(0.15, 0.4), color=0.0,
         out_dim=256, hidden_dim=256, bottleneck_dim=64, norm_last_layer=True, freeze_last_layer=0.0,
         teacher_temp=0.04, teacher_temp_warmup=0.0, ema=0.98, min_lr=0.0,
         lr={"residual": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
@@ -59,7 +58,7 @@ PRESETS = {
     "paper": dict(
         COMMON, data=None, size="small", img_size=224, patch_size=16, pool="token", drop_path=0.1,
         skipless_init="paper", beta=2.0, epochs=300, batch_size=1024, warmup=10.0,
-        local_size=96, local_crops=8, global_scale=(0.4, 1.0), local_scale=(0.05, 0.4), color=0.8,
+        local_size=96, local_crops=8, local_scale=(0.05, 0.4), color=0.8,
         out_dim=65536, hidden_dim=2048, bottleneck_dim=256, norm_last_layer=False, freeze_last_layer=1.0,
         teacher_temp=0.07, teacher_temp_warmup=30.0, ema=0.996, min_lr=1e-6,
         lr={"residual": {"adamw": 2e-3, "soap": 1e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
@@ -89,14 +88,15 @@ def get_args(argv=None):
     args, given = runtime.read_flags(parser, preset, argv, "dino", lead=("size", "shortcut", "opt"))
 
     if args.data is None:
-        raise BadInput(f"--preset {args.preset} needs --data: train/<class>/, val/<class>/")
+        raise BadInput(f"--preset {args.preset} needs --data, a folder with train/<class>/ and val/")
     args.depth = args.depth or SIZES[args.size]["depth"]
     args.alpha_min = runtime.last_weight(args)
     args.lr = args.lr or runtime.by_net(preset["lr"], args)
     if args.shortcut != "residual" and "drop_path" not in given:
         args.drop_path = 0.0
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
-        args.init = preset["skipless_init"] if args.shortcut == "skipless" else "default"
+        args.init = args.skipless_init if args.shortcut == "skipless" else "default"
+    del args.skipless_init
     return args
 
 
@@ -105,11 +105,11 @@ def build_model(args, images):
 
     Equal on all ranks: the seed does not know the rank. Raises BadInput for sizes that do not fit."""
     torch.manual_seed(args.seed)
-    keys = ("img_size", "patch_size", "shortcut", "alpha_min", "temperature_beta", "pool")
-    backbone = dict(SIZES[args.size], depth=args.depth, in_chans=images.in_chans,
-                    **{key: getattr(args, key) for key in keys})
-    keys = ("out_dim", "hidden_dim", "bottleneck_dim", "norm_last_layer")
-    head = {key: getattr(args, key) for key in keys}
+    backbone, head = dict(SIZES[args.size], in_chans=images.in_chans), {}
+    for key in ("depth", "img_size", "patch_size", "shortcut", "alpha_min", "temperature_beta", "pool"):
+        backbone[key] = getattr(args, key)
+    for key in ("out_dim", "hidden_dim", "bottleneck_dim", "norm_last_layer"):
+        head[key] = getattr(args, key)
     with runtime.user_errors():
         student = DINO(head, drop_path=args.drop_path, **backbone)
         if args.local_crops:                                     # do the patches tile a local view?
@@ -175,13 +175,14 @@ def output_sums(probs, features):
 
 
 def collapse_monitors(sums, out_dim):
-    """What tells that all images get the same output, from `output_sums` in float64; entropies in nats:
+    """What tells that all images get the same output, from a list of `output_sums`; entropies in nats:
 
     teacher_entropy   mean of H(p): 0 is one-hot, ln K uniform
     information       H(mean p) - mean H(p), what the output says about the image: 0 in any collapse
     feature_std       std of the L2-normalised features times sqrt(D): 1 if isotropic, 0 for a point"""
     width = (len(sums) - 2 - out_dim) // 2
-    entropy, probs, first, second, count = sums.split([1, out_dim, width, width, 1])
+    sums = torch.tensor(sums, dtype=torch.float64).split([1, out_dim, width, width, 1])
+    entropy, probs, first, second, count = sums
     mean = torch.special.entr(probs / count).sum()
     variance = (second / count - (first / count).square()).clamp(min=0)
     return dict(teacher_entropy=float(entropy / count), information=float(mean - entropy / count),
@@ -211,25 +212,21 @@ def evaluate(student, teacher, images, views, temperature, args, run):
         sums = sums + torch.cat([loss[None], output_sums(probs, features)])
     student.train()
     loss, *sums = runtime.all_sum([sums], run.world)[0]
-    seen = collapse_monitors(torch.tensor(sums, dtype=torch.float64), args.out_dim)
-    loss = loss / len(images.val)
+    loss, seen = loss / len(images.val), collapse_monitors(sums, args.out_dim)
     shared = seen["information"] + seen["teacher_entropy"] - loss
     return dict(val_loss=loss, shared_information=shared, **seen)
 
 
 @torch.no_grad()
 def pooled_layers(net, part, transform, args, run):
-    """Features (1 + L, n, D) of all images of a set: by layer, the embedding first, what the head reads.
-
-    That is the class token, or the mean of the patch tokens."""
+    """Features (1 + L, n, D) of a set's images: by layer, the embedding first, as the head reads it."""
     mine = []
     for x, _ in data.eval_batches(part, transform, args.micro_batch, run.rank, run.size, args.workers):
-        tokens_by_layer = net.layers(x.to(run.device))
-        mine.append(torch.stack([tokens[:, 0] if args.pool == "token" else tokens[:, 1:].mean(1)
-                                 for tokens in tokens_by_layer]))
-    mine = torch.cat(mine, 1)
-    whole = mine.new_zeros(len(mine), len(part), mine.shape[2])
-    whole[:, run.rank::run.size] = mine
+        layers = net.layers(x.to(run.device))
+        rows = [t[:, 0] if args.pool == "token" else t[:, 1:].mean(1) for t in layers]
+        mine.append(torch.stack(rows))
+    whole = torch.zeros(len(rows), len(part), rows[0].shape[1], device=run.device)
+    whole[:, run.rank::run.size] = torch.cat(mine, 1)
     if run.size > 1:
         torch.distributed.all_reduce(whole)                      # the other ranks' images are zeros here
     return whole.cpu()
@@ -260,30 +257,30 @@ def layer_figures(net, images, transform, args, run):
     ranks = [torch.special.entr(s / s.sum()).sum().item() for s in spectra]
     few = torch.linspace(0, len(images.val) - 1, min(64, len(images.val))).long().tolist()
     x = torch.stack([transform(images.val[i][0]) for i in few]).to(run.device)
-    return dict(val_knn=knn, val_knn_best=max(knn), effective_rank=ranks,
-                token_cosine=[init.token_cosine(tokens).item() for tokens in net.layers(x)])
+    cosines = [init.token_cosine(tokens).item() for tokens in net.layers(x)]
+    return dict(val_knn=knn, val_knn_best=max(knn), effective_rank=ranks, token_cosine=cosines)
 
 
 @torch.no_grad()
-def save_pca(net, images, args, out, count=6):
+def save_pca(net, images, transform, args, run, count=6):
     """out/pca.png: a row per validation image, enlarged; then its patches at four layers as colours.
 
-    The patches' first three principal components, each from its 1st to its 99th percentile, are red,
-    green and blue. The layers are a quarter, a half, three quarters and all of the depth."""
-    side = max(2 * args.img_size, 16 * args.patch_size)
-    index = torch.linspace(0, len(images.val) - 1, min(count, len(images.val))).round().long().tolist()
-    pixels = [v2.functional.resize(images.val[i][0], [side, side], **data.BICUBIC) for i in index]
-    x = torch.stack([v2.Compose(data.normalise(images))(image) for image in pixels])
-    columns = [torch.stack(pixels).expand(-1, 3, -1, -1) / 255]
-    layers = [math.ceil(args.depth * i / 4) for i in (1, 2, 3, 4)]
-    for tokens in patch_tokens(net, x.to(net.pos_embed.device), layers):
+    Red, green and blue are the patches' first three principal components in that image. The layers are
+    a quarter, a half, three quarters and all of the depth."""
+    index = torch.linspace(0, len(images.val) - 1, min(count, len(images.val))).long().tolist()
+    x = torch.stack([transform(images.val[i][0]) for i in index]).to(run.device)
+    x = F.interpolate(x, size=max(2 * args.img_size, 16 * args.patch_size), mode="bilinear")
+    columns = [x.cpu().expand(-1, 3, -1, -1)]
+    for tokens in patch_tokens(net, x, [math.ceil(args.depth * i / 4) for i in (1, 2, 3, 4)]):
         tokens = tokens.cpu().double()
         maps = torch.linalg.svd(tokens - tokens.mean(1, keepdim=True), full_matrices=False).U[..., :3]
         maps = maps * maps.pow(3).sum(1, keepdim=True).sign()    # what is rare is bright
         low, high = maps.quantile(maps.new_tensor([0.01, 0.99]), dim=1, keepdim=True)
-        maps = ((maps - low) / (high - low)).clamp(0, 1).mT.unflatten(2, (side // args.patch_size, -1))
-        columns.append(F.interpolate(maps.float(), side))
-    save_image(torch.stack(columns, 1).flatten(0, 1), f"{out}/pca.png", nrow=5, padding=4, pad_value=1)
+        maps = ((maps - low) / (high - low)).clamp(0, 1).mT
+        maps = maps.unflatten(2, (x.shape[2] // args.patch_size, -1)).float()
+        columns.append(F.interpolate(maps, size=x.shape[2:]))
+    tiles = torch.stack(columns, 1).flatten(0, 1)
+    save_image(tiles, f"{args.out}/pca.png", nrow=5, pad_value=1, normalize=True, scale_each=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -311,8 +308,9 @@ def main(argv=None):
 
     facts = dict(data.facts(images), model=backbone, head=head, constants=constants)
     step = run.begin(facts, steps, raw, teacher, optimizer)
+    line = " ".join(["init", args.init, *(f"{key} {value:.3g}" for key, value in constants.items())])
     run.banner(data.describe_images(images), f"backbone {runtime.millions(raw.backbone)}, head "
-               f"{runtime.millions(raw.head)}, {args.shortcut}, init {args.init} {constants or ''}",
+               f"{runtime.millions(raw.head)}, {args.shortcut}, {line}",
                f"2 + {args.local_crops} views; {steps} steps, {per_epoch} per epoch",
                optim.describe(optimizer))
     model = run.wrap(raw)
@@ -330,7 +328,7 @@ def main(argv=None):
             line += f"  k-NN best {best:.1f} % (layer {knn.index(best)} of {args.depth})"
             line += f", last {knn[-1]:.1f} %"
             if run.main:
-                save_pca(teacher.backbone, images, args, args.out)
+                save_pca(teacher.backbone, images, eval_tf, args, run)
         if record["information"] < 0.01:
             line += "\ncollapse: the teacher's output says nothing about the image: lower --lr, --ema, "
             line += "raise --warmup, or change teacher_temp"
@@ -382,13 +380,11 @@ def main(argv=None):
         if eval_now:
             look(step, lr)
 
-    title = f"DINO-{args.size}, {args.shortcut}, init {args.init}, {args.opt}"
-    if knn_every:
-        run.finish(title, "val_knn_best", "k-NN of the best layer, %", files=["pca.png"])
-        run.say(f"val k-NN {run.last('val_knn_best'):.1f} %")
-    else:
-        run.finish(title, "val_loss", "validation loss", digits=3)
-        run.say(f"val loss {run.last('val_loss'):.4f}")
+    metric, label = ("val_knn_best", "k-NN of the best layer, %") if knn_every else ("val_loss", "loss")
+    run.finish(f"DINO-{args.size}, {args.shortcut}, init {args.init}, {args.opt}", metric, label,
+               digits=1 if knn_every else 3, files=["pca.png"] * bool(knn_every))
+    last = run.last(metric)
+    run.say(f"val k-NN {last:.1f} %" if knn_every else f"val loss {last:.4f}")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ PRESETS = {
             "skipless": {"adamw": 5e-4, "soap": 5e-4, "kl-shampoo": 5e-4, "muon": 5e-4}},
         eval_tokens=2 ** 20, eval_every=1000, save_every=1000, sample_tokens=100),
 }
-# What --init paper reads; auto and residual-free read the same entries.
+# The constants of --init paper. Those of auto and residual-free are the preset's entries of these names.
 PAPER = dict(alpha_qk=0.9, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5, mlp_init="suo")
 
 
@@ -94,8 +94,7 @@ def get_args(argv=None):
         raise BadInput(f"--preset {args.preset} needs --data: a folder that tools.prepare_text wrote")
     args.lr = args.lr or runtime.by_net(preset["lr"], args)
     args.alpha_min = runtime.last_weight(args)
-    if args.temperature_beta is None:
-        args.temperature_beta = preset["temperature_beta"].get(args.shortcut, 1.0)
+    args.temperature_beta = args.temperature_beta or preset["temperature_beta"].get(args.shortcut, 1.0)
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
         args.init = args.skipless_init if args.shortcut == "skipless" else "default"
     del args.skipless_init
@@ -142,8 +141,8 @@ def build_model(args, vocab_size):
 class KurtosisMeter:
     """A forward hook: excess kurtosis, E(x - mean)^4 / variance^2 - 3, of all outputs. A Gaussian has 0.
 
-    In float64: the count n, the mean, and Sk, the sum of (x - mean)^k. Those of a batch are merged into
-    them (Chan et al. 1979, Pebay 2008), as sums of plain powers cancel where the mean is not 0."""
+    It keeps the count n, the mean, and Sk, the sum of (x - mean)^k, in float64, and merges those of each
+    batch into them (Chan et al. 1979, Pebay 2008): sums of x^k cancel where the mean is not 0."""
 
     def __init__(self):
         self.n, self.mean, self.S2, self.S3, self.S4 = 0, 0.0, 0.0, 0.0, 0.0
@@ -179,8 +178,8 @@ class KurtosisMeter:
 def evaluate(model, tokens, args, run):
     """(loss in nats per token, [excess kurtosis of each block's output]) on the validation tokens.
 
-    The loss is strided over ranks, without padding, SUM then divide. The kurtosis is that of rank 0's
-    share: something to watch, which quantize.py measures in full."""
+    The loss is that of all ranks: strided, no padding, SUM then divide. The kurtosis is that of rank 0's
+    share: quantize.py measures all."""
     model.eval()
     meters = [KurtosisMeter() for _ in model.blocks]
     hooks = [block.register_forward_hook(meter) for block, meter in zip(model.blocks, meters)]
@@ -218,8 +217,7 @@ def isometry_drift(model):
 
 
 def flops_per_token(model):
-    """Of a training step (Chowdhery et al. 2022): 6 per weight that multiplies (the embedding is the
-    head), and 12 depth width context for attention."""
+    """Of a training step: 6 per weight, 12 depth width context for attention (Chowdhery et al. 2022)."""
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     return 6 * weights + 12 * len(model.blocks) * model.token_embed.embedding_dim * model.block_size
 
@@ -234,7 +232,7 @@ def sample_text(model, tokenizer, prompt, count, seed, step):
 
 
 def readable(written):
-    """The text with escapes for control characters, which a terminal would obey; line breaks stay."""
+    """The text with its line breaks, but escapes for control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in written)
 
 

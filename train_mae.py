@@ -41,7 +41,7 @@ COMMON = dict(
     shortcut="decayed", alpha_min=0.6, long_skips=True,
     alphas="linear",                        # the ablations of paper 3, see `ablated`
     zero_init=True,                         # the last weight of every branch with a shortcut starts at 0
-    encoder_norm=None,                      # a final norm of the encoder; None: only without long skips
+    encoder_norm=None,                      # 1 or 0: a final norm of the encoder; None: if no long skips
     mask_ratio=0.75,                        # share of the patches that is removed
     norm_pix_loss=True,                     # targets are normalised per patch
     alpha=1.0, beta=2.0, c=3.0,             # constants of --init skipless
@@ -116,14 +116,15 @@ def get_args(argv=None):
 
     vars(args).pop("plain", None)
     if args.data is None:
-        raise BadInput(f"--preset {args.preset} needs --data: train/<class>/, val/<class>/")
+        raise BadInput(f"--preset {args.preset} needs --data, a folder with train/<class>/ and val/")
     args.depth = args.depth or SIZES[args.size]["depth"]
     if args.alpha_eff:
         args.alpha_min = alpha_min_for(args.alpha_eff, args.depth)
     args.alpha_min = runtime.last_weight(args)
     args.lr = args.lr or runtime.by_net(preset["lr"], args)
     if args.init is None or (args.init == "auto" and args.shortcut != "skipless"):
-        args.init = preset["skipless_init"] if args.shortcut == "skipless" else "default"
+        args.init = args.skipless_init if args.shortcut == "skipless" else "default"
+    del args.skipless_init
     return args
 
 
@@ -133,10 +134,10 @@ def build_model(args, images):
     Equal on all ranks: the seed does not know the rank. Raises BadInput for sizes that do not fit."""
     torch.manual_seed(args.seed)
     alphas = ablated(args.alphas, shortcut_weights(args.shortcut, args.depth, args.alpha_min))
-    keys = ("img_size", "patch_size", "decoder_dim", "decoder_depth", "decoder_heads", "alpha_min",
-            "long_skips", "zero_init", "shortcut", "encoder_norm", "norm_pix_loss")
-    options = dict(SIZES[args.size], depth=args.depth, in_chans=images.in_chans,
-                   **{key: getattr(args, key) for key in keys})
+    options = dict(SIZES[args.size], in_chans=images.in_chans)
+    for key in ("depth", "img_size", "patch_size", "decoder_dim", "decoder_depth", "decoder_heads",
+                "shortcut", "alpha_min", "long_skips", "zero_init", "encoder_norm", "norm_pix_loss"):
+        options[key] = getattr(args, key)
     with runtime.user_errors():
         raw = MAE(**options, alphas=learnable(alphas) if args.alphas == "learned" else alphas)
         kept, _, _ = random_masking(torch.zeros(1, math.prod(raw.grid)), args.mask_ratio)
@@ -177,11 +178,10 @@ def pooled_layers(model, part, transform, args, run):
     """Features (1 + L, n, D) of all images of a set: by layer, the embedding first, the mean token."""
     mine = []
     for x, _ in data.eval_batches(part, transform, args.micro_batch, run.rank, run.size, args.workers):
-        tokens_by_layer = model.layers(x.to(run.device))
-        mine.append(torch.stack([tokens.float().mean(1) for tokens in tokens_by_layer]))
-    mine = torch.cat(mine, 1)
-    whole = mine.new_zeros(len(mine), len(part), mine.shape[2])
-    whole[:, run.rank::run.size] = mine
+        rows = [tokens.mean(1) for tokens in model.layers(x.to(run.device))]
+        mine.append(torch.stack(rows))
+    whole = torch.zeros(len(rows), len(part), rows[0].shape[1], device=run.device)
+    whole[:, run.rank::run.size] = torch.cat(mine, 1)
     if run.size > 1:
         torch.distributed.all_reduce(whole)                      # the other ranks' images are zeros here
     return whole.cpu()
@@ -258,9 +258,9 @@ def main(argv=None):
 
     facts = dict(data.facts(images), model=options, alphas=alphas, constants=constants)
     step = run.begin(facts, steps, raw, ema, optimizer)
-    weights = f"{args.shortcut}, alpha_min {args.alpha_min:.3g}, alpha_eff {raw.alpha_eff:.2g}"
-    start = f"init {args.init} {constants or ''}"
-    run.banner(data.describe_images(images), f"{runtime.millions(raw)}, {weights}, {start}",
+    line = " ".join(["init", args.init, *(f"{key} {value:.3g}" for key, value in constants.items())])
+    run.banner(data.describe_images(images),
+               f"{runtime.millions(raw)}, {args.shortcut}, alpha_eff {raw.alpha_eff:.2g}, {line}",
                f"{steps} steps, {per_epoch} per epoch", optim.describe(optimizer))
     model = run.wrap(raw)
     batches = data.train_batches(images.train, train_tf, args.batch_size, args.seed, step, steps,

@@ -1,4 +1,4 @@
-"""SiT and UViT: sizes as published, the maths of a block against one written out by hand, long skips in their order, the start, the null label."""
+"""SiT and UViT: published sizes, the maths a second time, long skips, the start, the null label."""
 import math
 
 import pytest
@@ -24,18 +24,23 @@ def build(kind, **options):
 
 def batch(n=3, chans=3, size=8):
     g = torch.Generator().manual_seed(1)
-    return (torch.randn(n, chans, size, size, generator=g, dtype=torch.float64), torch.rand(n, generator=g, dtype=torch.float64),
-            torch.randint(0, 5, (n,), generator=g))
+    x = torch.randn(n, chans, size, size, generator=g, dtype=torch.float64)
+    return x, torch.rand(n, generator=g, dtype=torch.float64), torch.randint(0, 5, (n,), generator=g)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def float_batch(n=3):
+    x, t, y = batch(n)
+    return x.float(), t.float(), y
+
+
+# -------------------------------------------------------------------------------------------------------
 # sizes
 
 @pytest.mark.parametrize("size, millions", [("S", 33), ("B", 130), ("L", 458), ("XL", 675)])
 def test_published_sizes(size, millions):
     """DiT's and SiT's table, latents of 32 x 32 x 4, patch 2. Built without memory."""
     with torch.device("meta"):
-        net = SiT(**SIT_SIZES[size], learn_sigma=True)
+        net = SiT(**SIT_SIZES[size])
     assert round(sum(p.numel() for p in net.parameters()) / 1e6) == millions
 
 
@@ -43,7 +48,8 @@ def test_default_is_xl_2():
     with torch.device("meta"):
         assert round(sum(p.numel() for p in SiT().parameters()) / 1e6) == 675
         long = SiT(long_skips=True)
-    assert sum(p.numel() for n, p in long.named_parameters() if ".skip." in n) == 14 * (1152 * 1152 + 1152)
+    skips = [p for n, p in long.named_parameters() if ".skip." in n]
+    assert sum(p.numel() for p in skips) == 14 * (1152 * 1152 + 1152)
 
 
 @pytest.mark.parametrize("size, millions", [("M", 131), ("L", 287), ("H", 501)])
@@ -53,13 +59,15 @@ def test_published_uvit_sizes(size, millions):
     assert round(sum(p.numel() for p in net.parameters()) / 1e6) == millions
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------
 # the maths, written out a second time
 
 def attention_by_hand(attn, x):
-    q, k, v = (F.linear(x, w, b).unflatten(2, (attn.num_heads, -1)) for w, b in zip(attn.qkv.weight.chunk(3), (attn.qkv.bias.chunk(3) if attn.qkv.bias is not None else [None] * 3)))
+    biases = attn.qkv.bias.chunk(3) if attn.qkv.bias is not None else [None] * 3
+    q, k, v = (F.linear(x, w, b).unflatten(2, (attn.num_heads, -1))
+               for w, b in zip(attn.qkv.weight.chunk(3), biases))
     logits = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(q.shape[-1])
-    return F.linear(torch.einsum("bhnm,bmhd->bnhd", logits.softmax(-1), v).flatten(2), attn.proj.weight, attn.proj.bias)
+    return attn.proj(torch.einsum("bhnm,bmhd->bnhd", logits.softmax(-1), v).flatten(2))
 
 
 def norm_by_hand(x, eps=1e-6):
@@ -67,7 +75,9 @@ def norm_by_hand(x, eps=1e-6):
 
 
 def features_by_hand(t, dim):
-    return torch.tensor([[f(u * 10000 ** (-i / (dim // 2))) for f in (math.cos, math.sin) for i in range(dim // 2)] for u in t.tolist()], dtype=torch.float64)
+    rows = [[f(u * 10000 ** (-i / (dim // 2))) for f in (math.cos, math.sin) for i in range(dim // 2)]
+            for u in t.tolist()]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def patches(x, p):
@@ -76,38 +86,40 @@ def patches(x, p):
 
 
 def sit_by_hand(net, x, t, y):
-    """DiT's formulas one after another; p patches are put back pixel by pixel."""
+    """DiT's formulas one after another; patches are put back pixel by pixel."""
     w = net.patch_embed.proj
     h = F.linear(patches(x, 2), w.weight.flatten(1), w.bias) + net.pos_embed[0]
-    c = net.time_embed[2](F.silu(net.time_embed[0](features_by_hand(t, 256)))) + net.label_embed.weight[y]
+    first, _, second = net.time_embed
+    c = second(F.silu(first(features_by_hand(t, 256)))) + net.label_embed.weight[y]
     L, saved = len(net.blocks), []
     alphas = [1 - (1 - 0.6) * i / (2 * L - 1) for i in range(2 * L)]
     for i, b in enumerate(net.blocks):
         if i >= L // 2:
             h = h + b.skip(saved[L - 1 - i])
-        m = F.linear(F.silu(c), b.modulation[1].weight, b.modulation[1].bias)[:, None].split(32, dim=2)      # shift, scale, gate; shift, scale, gate
+        m = b.modulation[1](F.silu(c))[:, None].split(32, dim=2)       # shift, scale, gate; twice
         h = alphas[2 * i] * h + m[2] * attention_by_hand(b.attn, norm_by_hand(h) * (1 + m[1]) + m[0])
-        h = alphas[2 * i + 1] * h + m[5] * b.mlp.fc2(F.gelu(b.mlp.fc1(norm_by_hand(h) * (1 + m[4]) + m[3]), approximate="tanh"))
+        hidden = b.mlp.fc1(norm_by_hand(h) * (1 + m[4]) + m[3])
+        h = alphas[2 * i + 1] * h + m[5] * b.mlp.fc2(F.gelu(hidden, approximate="tanh"))
         saved.append(h)
-    shift, scale = F.linear(F.silu(c), net.modulation[1].weight, net.modulation[1].bias)[:, None].chunk(2, dim=2)
-    return to_image(net.head(norm_by_hand(h) * (1 + scale) + shift), 3)
+    shift, scale = net.modulation[1](F.silu(c))[:, None].chunk(2, dim=2)
+    return to_image(net.head(norm_by_hand(h) * (1 + scale) + shift))
 
 
-def to_image(tokens, chans):
-    image = torch.zeros(len(tokens), tokens.shape[2] // 4, 8, 8, dtype=tokens.dtype)
+def to_image(tokens):
+    image = torch.zeros(len(tokens), 3, 8, 8, dtype=tokens.dtype)
     for n in range(16):
         for r in range(2):
-            for s in range(2):                                   # channels last within a patch
-                image[:, :, n // 4 * 2 + r, n % 4 * 2 + s] = tokens[:, n].unflatten(1, (2, 2, -1))[:, r, s]
-    return image[:, :chans]
+            for s in range(2):                             # channels last within a patch
+                pixel = tokens[:, n].unflatten(1, (2, 2, -1))[:, r, s]
+                image[:, :, n // 4 * 2 + r, n % 4 * 2 + s] = pixel
+    return image
 
 
-@pytest.mark.parametrize("learn_sigma", [False, True])
-def test_sit_is_its_formulas(learn_sigma):
-    net = build(SiT, alpha_min=0.6, long_skips=True, learn_sigma=learn_sigma)
+def test_sit_is_its_formulas():
+    net = build(SiT, alpha_min=0.6, long_skips=True)
     x, t, y = batch()
-    with torch.no_grad():
-        torch.testing.assert_close(net(x, t, y), sit_by_hand(net, x, t, y), rtol=1e-5, atol=1e-6)     # the sinusoids are float32
+    with torch.no_grad():                                  # the sinusoids are float32
+        torch.testing.assert_close(net(x, t, y), sit_by_hand(net, x, t, y), rtol=1e-5, atol=1e-6)
 
 
 def test_uvit_is_its_formulas():
@@ -116,18 +128,22 @@ def test_uvit_is_its_formulas():
     with torch.no_grad():
         w = net.patch_embed.proj
         h = F.linear(patches(x, 2), w.weight.flatten(1), w.bias)
-        h = torch.cat([net.label_embed.weight[y][:, None], features_by_hand(1000 * t, 32)[:, None], h], dim=1) + net.pos_embed
+        label, time = net.label_embed.weight[y][:, None], features_by_hand(1000 * t, 32)[:, None]
+        h = torch.cat([label, time, h], dim=1) + net.pos_embed
         alphas, saved = [1 - 0.4 * i / 9 for i in range(10)], []
         for i, b in enumerate(net.blocks):
             if i > 2:
                 h = b.skip(torch.cat([h, saved[4 - i]], dim=2))
-            h = alphas[2 * i] * h + attention_by_hand(b.attn, norm_by_hand(h, 1e-5) * b.norm1.weight + b.norm1.bias)
-            h = alphas[2 * i + 1] * h + b.mlp.fc2(F.gelu(b.mlp.fc1(norm_by_hand(h, 1e-5) * b.norm2.weight + b.norm2.bias)))
+            z = norm_by_hand(h, 1e-5) * b.norm1.weight + b.norm1.bias
+            h = alphas[2 * i] * h + attention_by_hand(b.attn, z)
+            z = norm_by_hand(h, 1e-5) * b.norm2.weight + b.norm2.bias
+            h = alphas[2 * i + 1] * h + b.mlp.fc2(F.gelu(b.mlp.fc1(z)))
             saved.append(h)
         h = net.head(norm_by_hand(h, 1e-5) * net.norm.weight + net.norm.bias)[:, 2:]
-        truth = F.conv2d(to_image(h, 3), net.smooth.weight, net.smooth.bias, padding=1)
+        truth = F.conv2d(to_image(h), net.smooth.weight, net.smooth.bias, padding=1)
         torch.testing.assert_close(net(x, t, y), truth, rtol=1e-4, atol=1e-4)
-    assert [b.attn.qkv.bias for b in net.blocks] == [None] * 5 and [b.skip is not None for b in net.blocks] == [False, False, False, True, True]
+    assert [b.attn.qkv.bias for b in net.blocks] == [None] * 5
+    assert [b.skip is not None for b in net.blocks] == [False, False, False, True, True]
 
 
 def test_the_condition_is_each_samples_own():
@@ -136,19 +152,22 @@ def test_the_condition_is_each_samples_own():
         net = build(kind)
         x, t, y = batch()
         before = net(x, t, y)
-        for changed in (net(x, t.index_fill(0, torch.tensor(1), 0.123), y), net(x, t, y.index_fill(0, torch.tensor(1), (y[1] + 1).item() % 5))):
-            assert not torch.allclose(changed[1], before[1]) and torch.allclose(changed[[0, 2]], before[[0, 2]])
+        other_t, other_y = t.clone(), y.clone()
+        other_t[1], other_y[1] = 0.123, (y[1] + 1) % 5
+        for changed in (net(x, other_t, y), net(x, t, other_y)):
+            assert not torch.allclose(changed[1], before[1])
+            assert torch.allclose(changed[[0, 2]], before[[0, 2]])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------
 # shortcuts and their start
 
 @pytest.mark.parametrize("alpha_min", [1.0, 0.8])
 def test_at_the_start_sit_is_its_shortcut_and_says_zero(alpha_min):
-    """adaLN-Zero: block l multiplies its input by the two weights of its shortcut, and the velocity is 0."""
+    """adaLN-Zero: block l multiplies its input by the weights of its shortcuts; the velocity is 0."""
     torch.manual_seed(0)
     net = SiT(**SMALL, alpha_min=alpha_min)
-    x, t, y = (a.float() if a.is_floating_point() else a for a in batch())
+    x, t, y = float_batch()
     tokens = list(net.layers(x, t, y))
     assert len(tokens) == 5
     for l in range(4):
@@ -159,10 +178,10 @@ def test_at_the_start_sit_is_its_shortcut_and_says_zero(alpha_min):
 
 def test_zero_init_makes_uvit_its_shortcut_at_the_start():
     torch.manual_seed(0)
-    x, t, y = (a.float() if a.is_floating_point() else a for a in batch())
-    zero, plain = (list(UViT(**SMALL, alpha_min=0.5, long_skips=False, zero_init=z).layers(x, t, y)) for z in (True, False))
-    torch.testing.assert_close(zero[-1], zero[0] * UViT(**SMALL, alpha_min=0.5).alpha_eff)
-    assert not torch.allclose(plain[-1], plain[0] * UViT(**SMALL, alpha_min=0.5).alpha_eff, rtol=0.01)
+    for zero in (True, False):
+        net = UViT(**SMALL, alpha_min=0.5, long_skips=False, zero_init=zero)
+        first, *_, last = net.layers(*float_batch())
+        assert torch.allclose(last, first * net.alpha_eff, rtol=1e-5 if zero else 0.01) == zero
 
 
 def test_alpha_eff():
@@ -175,12 +194,12 @@ def test_alpha_eff():
 
 
 def test_every_parameter_learns_after_the_first_step():
-    """At step 0 only what touches the head has a gradient; two steps later everything has: nothing is dead, skips and null label included."""
+    """At step 0 only the head has a gradient; soon everything has, skips and null label too."""
     for kind in KINDS:
         torch.manual_seed(0)
         net = kind(**SMALL, alpha_min=0.8, long_skips=True)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        x, t, y = (a.float() if a.is_floating_point() else a for a in batch(6))
+        x, t, y = float_batch(6)
         drop = torch.tensor([True, False] * 3)
         for _ in range(4):
             optimizer.zero_grad()
@@ -190,7 +209,7 @@ def test_every_parameter_learns_after_the_first_step():
         assert not dead
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------------
 # labels, layers, sizes that do not fit
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -201,7 +220,7 @@ def test_dropped_labels_are_the_null_class(kind):
     with torch.no_grad():
         torch.testing.assert_close(net(x, t, y, drop), net(x, t, torch.where(drop, 5, y)))
         assert not torch.allclose(net(x, t, y, drop)[1], net(x, t, y)[1])
-        assert torch.equal(net(x, t, y), net(x, t, y))          # nothing random inside, in training mode either
+        assert torch.equal(net(x, t, y), net(x, t, y))     # nothing is random, in training mode either
     assert len(net.label_embed.weight) == 6
 
 
@@ -215,7 +234,7 @@ def test_layers_are_what_the_forward_pass_goes_through(kind, prefix):
     net(x, t, y)
     tokens = list(net.layers(x, t, y))
     assert len(tokens) == 1 + len(net.blocks) and kind.prefix_tokens == prefix
-    assert all(torch.equal(a, b) for a, b in zip(tokens[1:], seen)) and tokens[0].shape == (3, prefix + 16, 32)
+    assert all(map(torch.equal, tokens[1:], seen)) and tokens[0].shape == (3, prefix + 16, 32)
 
 
 @pytest.mark.parametrize("kind, options, match", [
@@ -224,10 +243,10 @@ def test_layers_are_what_the_forward_pass_goes_through(kind, prefix):
     (SiT, dict(shortcut="skipless"), "nothing is learned"),
     (SiT, dict(alpha_min=0.0), "nothing is learned"),
     (UViT, dict(shortcut="skipless"), "zero_init"),
-    (SiT, dict(shortcut="residual", alpha_min=0.8), "no effect"),
+    (SiT, dict(alphas=[(1.0, 0.0)] * 4), "nothing is learned"),
+    (UViT, dict(alphas=[(1.0, 1.0)] * 4), "4 pairs for 5 blocks"),
     (SiT, dict(input_size=9), "divisible"),
     (SiT, dict(embed_dim=30), "width that 4 divides"),
-    (UViT, dict(embed_dim=33, num_heads=3), "must be even"),
 ])
 def test_sizes_that_do_not_fit(kind, options, match):
     with pytest.raises(ValueError, match=match):
@@ -246,7 +265,7 @@ def test_odd_depth_without_long_skips_and_a_skipless_uvit_exist():
 
 
 def test_time_is_seen_at_its_own_scale():
-    """SiT embeds t as it is, U-ViT 1000 t; the cosines come first, and half precision of the model does not touch the angles."""
+    """The cosines come first, and half precision of the model does not touch the angles."""
     torch.testing.assert_close(models.timestep_features(torch.tensor([0.5, 1000.0]), 8).double(),
                                features_by_hand(torch.tensor([0.5, 1000.0]), 8), rtol=0, atol=1e-4)
     assert models.timestep_features(torch.tensor([0.5], dtype=torch.bfloat16), 8).dtype == torch.float32
