@@ -34,8 +34,9 @@ PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sort
 README, ALL = PAGES["README.md"], "\n\n".join(PAGES.values())
 TRAIN = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit, "train_dino.py": train_dino}
 OTHERS = {"probe.py": probe, "quantize.py": quantize, "tools.reproduce": reproduce, "tools.bench": bench,
-          "evals.segmentation": segmentation, "evals.discovery": discovery, "evals.samples": samples}
-RUNNERS = {"evals.conditioning": (conditioning, ("report", "plot_report")), "tools.prepare_text": (prepare_text, ("prepare",)),
+          "evals.segmentation": segmentation, "evals.discovery": discovery, "evals.samples": samples,
+          "evals.conditioning": conditioning}
+RUNNERS = {"tools.prepare_text": (prepare_text, ("prepare",)),
            "tools.encode_latents": (encode_latents, ("encode",)), "evals.quantization_theory": (quantization_theory, ())}
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
 
@@ -74,7 +75,7 @@ def parse(script, flags, monkeypatch, tmp_path):
         module, replaced = RUNNERS[script]
         for name in replaced:
             monkeypatch.setattr(module, name, lambda *a, **k: {})
-        module.main([*flags, "--out", str(tmp_path)] if script == "evals.conditioning" else flags)
+        module.main(flags)
     else:
         (TRAIN | OTHERS)[script].get_args(flags)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import probe
 import text
 import train_dino
 import train_lm
@@ -319,7 +320,7 @@ def test_two_processes_add_to_one_record(tmp_path):
 
 def test_a_terminated_reproduction_takes_its_runs_along(tmp_path):
     """They would go on for minutes, and nobody would read what they find."""
-    code = (f"import sys, threading, signal; sys.path.insert(0, {str(ROOT)!r}); import reproduce; signal.signal(signal.SIGTERM, reproduce.end_children)\n"
+    code = (f"import sys, threading, signal; sys.path.insert(0, {str(ROOT)!r}); from tools import reproduce; signal.signal(signal.SIGTERM, reproduce.end_children)\n"
             "threading.Thread(target=reproduce.python, args=('-c import(time).sleep(60)', 'x')).start()\n")
     code = code.replace("'-c import(time).sleep(60)'", f"{str(tmp_path / 'sleep.py')!r}") + "import time; time.sleep(60)\n"
     (tmp_path / "sleep.py").write_text(f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)")
@@ -406,13 +407,12 @@ def test_every_claim_names_what_exists(claim, monkeypatch, tmp_path):
             where, _, name = cell.rpartition(" | ")
             assert name in ({c["name"] for c in claims.TABLES[where]["cells"]} if where else names)
     assert claim.paper in ("1", "2", "3", "beyond") and "|" not in claim.says
-    script, *flags = claims.judge(claim, {})["command"].split()[1:]
-    if script == "init.py":
-        monkeypatch.setattr(init, "report", lambda args: {})
-        monkeypatch.setattr(init, "plot_report", lambda *a: None)
-        init.main([*flags, "--out", str(tmp_path)])
+    words = claims.judge(claim, {})["command"].split()[1:]
+    script, *flags = words[1:] if words[0] == "-m" else words
+    if script == "evals.conditioning":
+        conditioning.get_args(flags)
     else:
-        {"reproduce.py": reproduce, "probe.py": probe}[script].get_args(flags)
+        {"tools.reproduce": reproduce, "probe.py": probe}[script].get_args(flags)
 
 
 def test_claims_have_names_of_their_own():
@@ -423,7 +423,7 @@ def test_claims_have_names_of_their_own():
 
 def test_the_verdicts_on_disk_follow_from_the_recorded_runs():
     data = reproduce.recorded(ROOT / "results")
-    assert json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8")) == [claims.judge(c, data) for c in claims.CLAIMS], "python reproduce.py claims"
+    assert json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8")) == [claims.judge(c, data) for c in claims.CLAIMS], "python -m tools.reproduce claims"
 
 
 @pytest.mark.parametrize("name", list(claims.TABLES))
