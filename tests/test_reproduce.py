@@ -451,7 +451,7 @@ def test_only_what_can_be_run(tmp_path, capsys):
     reproduce.main(["table1", "lm", "--only", "residual, SOAP", *flags])
     assert "# lm: 6 runs" in (said := capsys.readouterr().out) and "table1" not in said                    # 3 searches, 3 seeds
     reproduce.main(["mae", "--only", "its own lr", *flags])
-    assert capsys.readouterr().out.count("--holdout 0.2") == 3 + 4
+    assert capsys.readouterr().out.count("holdout=0.2") == 3 + 4
 
 
 def test_tables_show_all_seeds_whatever_is_asked_for(tmp_path, capsys, monkeypatch):
@@ -491,10 +491,10 @@ def test_quick_mode_is_a_fixed_list(tmp_path, capsys):
         "python train_vit.py --shortcut skipless --init default --opt adamw --lr 3e-05 --seed 0 --epochs 5",
         "python train_vit.py --shortcut skipless --init paper --opt adamw --lr 0.0003 --seed 0 --epochs 5",
         "python train_vit.py --shortcut skipless --init paper --opt soap --lr 0.001 --seed 0 --epochs 5",
-        "python train_lm.py --shortcut residual --init default --opt soap --lr 0.01 --seed 0 --steps 200 --eval-every 200 --sample-tokens 0",
-        "python train_lm.py --shortcut skipless --init auto --opt soap --lr 0.003 --seed 0 --steps 200 --eval-every 200 --sample-tokens 0",
-        "python train_mae.py --shortcut residual --opt adamw --lr 0.0015 --seed 0 --epochs 4 --knn-every 0 --eval-every 1000000",
-        "python train_mae.py --alpha-min 0.6 --opt adamw --lr 0.0015 --seed 0 --epochs 4 --knn-every 0 --eval-every 1000000"]
+        "python train_lm.py --shortcut residual --init default --opt soap --lr 0.01 --seed 0 --steps 200 --eval-every 200 --set sample_tokens=0",
+        "python train_lm.py --shortcut skipless --init auto --opt soap --lr 0.003 --seed 0 --steps 200 --eval-every 200 --set sample_tokens=0",
+        "python train_mae.py --shortcut residual --opt adamw --lr 0.0015 --seed 0 --epochs 4 --set knn_every=0 --eval-every 1000000",
+        "python train_mae.py --alpha-min 0.6 --opt adamw --lr 0.0015 --seed 0 --epochs 4 --set knn_every=0 --eval-every 1000000"]
     assert not list(tmp_path.iterdir())
     assert sum(60 * t["minutes"] * len(t["cells"]) for t in claims.QUICK.values()) / 2 < 30 * 60
 
@@ -580,9 +580,9 @@ def contrast(first, second):
 @pytest.mark.parametrize("paper", (1, 2, 3))
 def test_a_papers_figure_is_legible_on_white_and_on_black(paper, tmp_path):
     matplotlib = pytest.importorskip("matplotlib.image")
-    for color in (reproduce.GREY, reproduce.BLUE, reproduce.ORANGE, reproduce.GREEN, reproduce.PINK, reproduce.VIOLET):
+    for color in (figures.GREY, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PINK, figures.VIOLET):
         assert min(contrast(color, "#ffffff"), contrast(color, "#0d1117")) > 3
-    getattr(reproduce, f"paper{paper}")(claims.Evidence(reproduce.recorded(ROOT / "results")), tmp_path / "p.png")
+    getattr(figures, f"paper{paper}")(claims.Evidence(reproduce.recorded(ROOT / "results")), tmp_path / "p.png")
     pixels = matplotlib.imread(tmp_path / "p.png")
     solid = pixels[pixels[..., 3] > 0.9][:, :3]
     assert pixels.shape[2] == 4 and (pixels[..., 3] == 0).mean() > 0.5                          # the page shows through
