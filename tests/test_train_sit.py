@@ -130,7 +130,7 @@ def test_samples_in_training_follow_the_ode(finished):
     saved, args = load(finished), train_sit.get_args(command("unused", "--set", "cfg_scale=2"))
     net, run = SiT(**saved["args"]["model"]), runtime.open_run(args, "sit")
     net.load_state_dict(saved["ema"])
-    images, _ = train_sit.load_data(args)
+    images, _ = train_sit.pixels_or_latents(args)
     found = train_sit.draw_samples(net, args, images, run)
     generator = torch.Generator().manual_seed(runtime.mix_seed(0, "samples"))
     velocity = train_sit.guided(net, 10, 2.0)
@@ -307,7 +307,7 @@ def test_validation_meets_the_same_noise_in_every_run(finished):
     net.load_state_dict(saved["ema"])
     for flags in ((), ("--seed", 3, "--micro-batch", 16)):
         args = arguments(*flags)
-        run, (images, _) = runtime.open_run(args, "sit"), train_sit.load_data(args)
+        run, (images, _) = runtime.open_run(args, "sit"), train_sit.pixels_or_latents(args)
         losses.append(train_sit.evaluate(net, images, data.eval_transform(images, 8), args, run))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert losses[0] == pytest.approx(rows(finished)[-1]["val_loss"], rel=1e-6)
