@@ -90,7 +90,8 @@ def test_optimizer_equals_the_cpu(name):
     torch.manual_seed(0)
     cpu = ViT(**NANO)
     start, gpu = copy.deepcopy(cpu), copy.deepcopy(cpu).cuda()
-    """The same gradients on both. Eigenvectors differ in sign by library; what they do does not."""
+    models = cpu, gpu
+    optimizers = [optim.build_optimizer(m, name, 1e-2, 0.01, **OPTIONS[name]) for m in models]
     for _ in range(5):
         for p, q in zip(cpu.parameters(), gpu.parameters()):
             p.grad = torch.randn_like(p)

@@ -294,9 +294,9 @@ def test_share_out_is_fair():
             def fullest(where):
                 return max(sum(c for c, b in zip(costs, where) if b == i) for i in range(bins))
             best = min(fullest(where) for where in itertools.product(range(bins), repeat=7))
-            assert best <= fullest(optim.share_out(costs, [0.] * bins)) <= 4 / 3 * best + 1e-9
-    assert optim.share_out([], [0.] * 3) == []
-    assert optim.share_out([3., 2., 4.], [5., 0.]) == [1, 0, 1]
+            assert best <= fullest(optim.assign_bins(costs, [0.] * bins)) <= 4 / 3 * best + 1e-9
+    assert optim.assign_bins([], [0.] * 3) == []
+    assert optim.assign_bins([3., 2., 4.], [5., 0.]) == [1, 0, 1]
 
 
 # --------------------------------------------------------------------------------------------------

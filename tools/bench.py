@@ -113,19 +113,19 @@ def interleaved(steps, rounds, wait=lambda: None, clock=time.perf_counter, warmu
             wait()
             seconds[name].append(clock() - start)
         took = ", ".join(f"{name} {1e3 * values[-1]:.3g}" for name, values in seconds.items())
-        say(f"round {k + 1} of {warmup + rounds}, ms: {took}")
+        print_progress(f"round {k + 1} of {warmup + rounds}, ms: {took}")
         measured = {name: values[warmup:] for name, values in seconds.items()}
         if report and k >= warmup and (k + 1 - warmup) % whole == 0:
             report(measured)
     return measured
 
 
-def say(text):
+def print_progress(text):
     """A line of progress, on stderr: stdout has the tables."""
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-def waiter(world):
+def device_waiter(world):
     """A function that returns once the device has done its work."""
     return torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
 
@@ -290,8 +290,8 @@ def bench_step(args, world, report):
 
     # warm-up: SOAP's seed, and one refresh
     rounds = -(-args.repeats // args.cycle) * args.cycle
-    return table(interleaved(steps, rounds, waiter(world), warmup=1 + args.cycle, whole=args.cycle,
-                             report=table))
+    return table(interleaved(steps, rounds, device_waiter(world), warmup=1 + args.cycle,
+                             whole=args.cycle, report=table))
 
 
 def random_images(batch, sizes, device):
@@ -308,7 +308,7 @@ def block_matrices(dim, depth):
     return depth * [(3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)]
 
 
-def floor(shapes, kind, frequency):
+def least_flops(shapes, kind, frequency):
     """Flops of one step on average: all updates, and a refresh every `frequency` steps."""
     counter = optim.OPTIMIZERS[kind]([nn.Parameter(torch.zeros(1, 1))])
     flops = [counter.flops(shape, counter.param_groups[0]) for shape in shapes]
@@ -380,7 +380,7 @@ def bench_optim(args, world, report):
         begin = time.perf_counter()
         with quick_seeds():                                 # the seed, and a cycle that refreshes last
             temporary[name] = peak_bytes((args.cycle + 1) * [lambda: warm_up(name)], device)
-        say(f"{name} is ready after {time.perf_counter() - begin:.1f} s")
+        print_progress(f"{name} is ready after {time.perf_counter() - begin:.1f} s")
     dtypes = torch.float32, torch.bfloat16
     steps = {dtype: matmul(args.matmul, device, dtype) for dtype in dtypes}
     steps |= {name: optimizer.step for name, optimizer in optimizers.items()}
@@ -392,7 +392,7 @@ def bench_optim(args, world, report):
         for name, optimizer in optimizers.items():
             kind, times = KINDS[name], milliseconds(seconds[name], KINDS[name], args)
             used = optim.fast_dtype(device) if kind == "muon" else torch.float32
-            least = kind and 1e3 * floor(shapes, kind, args.frequency) / rate[used]
+            least = kind and 1e3 * least_flops(shapes, kind, args.frequency) / rate[used]
             rows[name] = times | {
                 "floor, ms": least, "x floor": least and times["ms"] / least,
                 "state, MB": state_bytes(optimizer) / 1e6, "temporary, MB": temporary[name] / 1e6,
@@ -405,8 +405,8 @@ def bench_optim(args, world, report):
         return rows, [*notes, note]
 
     rounds = args.cycle * args.repeats
-    return table(interleaved(steps, rounds, waiter(world), warmup=0, before=feed, whole=args.cycle,
-                             report=table))
+    return table(interleaved(steps, rounds, device_waiter(world), warmup=0, before=feed,
+                             whole=args.cycle, report=table))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ def bench_gpu(args, world, report, tables=GPU_TABLES, tests="tests/test_cuda.py"
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace")
     said = ran.stdout.strip().splitlines() or [ran.stderr.strip()[-200:]]
     notes.append(f"{tests}: {said[-1]}")
-    say(notes[-1])
+    print_progress(notes[-1])
     for name, command in tables.items():
         if time.perf_counter() - start > limit:
             notes.append(f"{name}: left out, {limit} s were over")
@@ -582,7 +582,7 @@ def get_args(argv=None):
     return args
 
 
-def machine(world):
+def describe_machine(world):
     """What the figures were measured on."""
     on_gpu = world.device.type == "cuda"
     name = torch.cuda.get_device_name(world.device) if on_gpu else platform.processor()
@@ -611,7 +611,7 @@ def main(argv=None):
         """Keep what there is: in `found`, and in the file."""
         found.update(rows=rows, notes=notes)
         if args.out:
-            record = dict(args=vars(args), hardware=machine(world), notes=notes, rows=rows)
+            record = dict(args=vars(args), hardware=describe_machine(world), notes=notes, rows=rows)
             runtime.write_text(args.out, json.dumps(record, indent=1) + "\n")
 
     stopped = False
@@ -619,7 +619,7 @@ def main(argv=None):
         report(*BENCHES[args.bench](args, world, report))
     except KeyboardInterrupt:
         stopped = True
-    on = f"{machine(world)['device']}, {world.device}, {torch.get_num_threads()} threads"
+    on = f"{describe_machine(world)['device']}, {world.device}, {torch.get_num_threads()} threads"
     of = f"{args.repeats} repetitions{', stopped before that' * stopped}"
     print(f"{args.bench}: {on}, torch {torch.__version__}; medians of {of}")
     tables = found["rows"] if args.bench == "gpu" else {args.bench: found["rows"]}
