@@ -567,8 +567,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Of a copy or a checkpoint. Options that an older checkpoint lacks get their defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
+            for key in self.defaults.keys() - {"differentiable"}:      # torch's own, of no group
+                group.setdefault(key, self.defaults[key])
         self.share_work()
 
 
