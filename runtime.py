@@ -637,7 +637,7 @@ class Run:
             save_checkpoint(self.ckpt, dict(
                 model=model.state_dict(), ema=ema and ema.state_dict(), optimizer=state, step=step,
                 best=finite(self.best()), rng=torch.get_rng_state(), args=self.facts,
-                window=self.window))
+                **({"window": self.window} if self.window else {})))     # losses not yet in the log
             if self.kept(step):
                 copy_file(self.ckpt, self.out / f"ckpt-{step}.pt")
         if self.agreed and step < self.steps:
