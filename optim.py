@@ -425,9 +425,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if not p.is_floating_point() or (p.ndim < 2 and not self.any_rank):
                 raise ValueError(f"{type(self).__name__} is for real matrices, not {p.dtype} of shape "
                                  f"{tuple(p.shape)}: give biases, gains and tokens to AdamW.")
-        self.share_work()
+        self.assign_ranks_and_phases()
 
-    def share_work(self) -> None:
+    def assign_ranks_and_phases(self) -> None:
         """Choose each parameter's rank and phase, the call of a period in which it is refreshed.
 
         Both follow from the shapes alone, so all ranks agree. A parameter stays on its rank, which
@@ -442,11 +442,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ranks = dist.get_world_size() if self.shard else 1
         load = [sum(cost[p] for p in cost if self.owner.get(p) == rank) for rank in range(ranks)]
         new = [p for p in cost if p not in self.owner]
-        self.owner.update(zip(new, share_out([cost[p] for p in new], load)))
+        self.owner.update(zip(new, assign_bins([cost[p] for p in new], load)))
         self.phase = dict.fromkeys(cost, 0)
         for period in set(self.periods) if self.stagger else ():
             members = [p for p in cost if period_of[p] == period]
-            phases = share_out([flops[p][1] for p in members], [0.] * period)
+            phases = assign_bins([flops[p][1] for p in members], [0.] * period)
             self.phase.update(zip(members, phases))
 
     @torch.no_grad()
@@ -457,17 +457,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():                       # a closure calls backward
                 loss = closure()
         if self.periods != [group.get("precondition_frequency", 1) for group in self.param_groups]:
-            self.share_work()
+            self.assign_ranks_and_phases()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
         missing = [p.grad is None for p in params]
-        if missing != self.missing or not all(map(self.holds, self.stacks)):
+        if missing != self.missing or not all(map(self.is_current, self.stacks)):
             self.missing = missing
             self.form_stacks()
         moved = [p for p in params if p.grad is not None and p.numel()]
         with true_fp32(moved[0].device.type if moved else "cpu"):
             for stack in self.stacks:
                 if stack.params[0].grad is not None:
-                    self.advance(stack)
+                    self.step_stack(stack)
             if self.constraint:
                 self.constraint.restore(p for p in moved if self.owner[p] == self.rank)
         if self.shard:
@@ -494,20 +494,20 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 stack = Stack(params[i:i + count], self.param_groups[k])
                 states = [self.state.get(p) for p in stack.params]
                 if states[0]:
-                    self.lay_out(stack, map_tensors(lambda *t: torch.stack(t), *states))
+                    self.set_stack_state(stack, map_tensors(lambda *t: torch.stack(t), *states))
                 self.stacks.append(stack)
         if first_flops > SLOW_FIRST_STEP and self.seed_moves_nothing and self.rank == 0:
             warnings.warn(f"{type(self).__name__}'s first step decomposes all factors, "
                           f"{first_flops / 1e9:.3g} Gflop. It may take long; the later ones do not.")
 
-    def lay_out(self, stack: Stack, state: dict) -> None:
+    def set_stack_state(self, stack: Stack, state: dict) -> None:
         """Make `state`, tensors (B, ...), that of a stack; self.state gets the views of its rows."""
         stack.state = map_tensors(torch.Tensor.contiguous, state)       # for equal bits after a resume
         for i, p in enumerate(stack.params):
             self.state[p] = map_tensors(lambda t: t[i], stack.state)
         stack.views = [tensors_in(self.state[p]) for p in stack.params]
 
-    def holds(self, stack: Stack) -> bool:
+    def is_current(self, stack: Stack) -> bool:
         """Are a stack's views still in self.state? Not after a load, or where a user replaced them."""
         for p, views in zip(stack.params, stack.views):
             found = tensors_in(self.state.get(p, {}))
@@ -515,13 +515,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 return False
         return True
 
-    def advance(self, stack: Stack) -> None:
+    def step_stack(self, stack: Stack) -> None:
         """One call for a stack: seed its state, or update its weights."""
         params, group = stack.params, stack.group
         g = params[0].grad[None] if len(params) == 1 else torch.stack([p.grad for p in params])
         g = g.to(self.state_dtype(params[0])).reshape(len(params), *self.matrix_shape(params[0]))
         if stack.state is None:
-            self.lay_out(stack, self.seed(g, group))
+            self.set_stack_state(stack, self.seed(g, group))
             if self.seed_moves_nothing:
                 return
         if "step" in stack.state:
@@ -570,9 +570,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Of a copy or a checkpoint. Options that an older checkpoint lacks get their defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-        self.share_work()
+            for key in self.defaults.keys() - {"differentiable"}:       # which torch adds to the defaults
+                group.setdefault(key, self.defaults[key])
+        self.assign_ranks_and_phases()
 
 
 def check_options(options: dict) -> None:
@@ -589,7 +589,7 @@ def check_options(options: dict) -> None:
     muon_scale(options.get("adjust_lr_fn"), 1, 1)
 
 
-def share_out(costs: list[float], load: list[float]) -> list[int]:
+def assign_bins(costs: list[float], load: list[float]) -> list[int]:
     """A bin for each cost, given the load of the bins, so that the fullest is nearly as empty as can be.
 
     The dearest goes first, each to the emptiest bin: at most 4/3 of the optimum."""
@@ -803,14 +803,15 @@ def build_optimizer(model, name: str, lr: float, weight_decay: float, layer_deca
             raise ValueError(f"The model has no weight matrix for {name!r} to train: choose adamw.")
         if kind is Muon:
             options.setdefault("adjust_lr_fn", "match_rms_adamw")
-        groups = by_layer({"params": matrices, "name": "matrix"}, depth, layer_decay, lr)
+        groups = split_by_layer({"params": matrices, "name": "matrix"}, depth, layer_decay, lr)
         parts = [kind(groups, lr=lr, weight_decay=weight_decay, shard=shard, **options)]
         kind, prefix, options = torch.optim.AdamW, "aux_", {}
     if kind is torch.optim.AdamW:
         options.setdefault("fused", True)                   # one pass over memory
-    decay = {"params": others, "name": prefix + "decay", "weight_decay": weight_decay}
-    no_decay = {"params": still, "name": prefix + "no_decay", "weight_decay": 0.0}
-    groups = [layer for group in (decay, no_decay) for layer in by_layer(group, depth, layer_decay, lr)]
+    groups = []
+    for params, label, wd in ((others, "decay", weight_decay), (still, "no_decay", 0.0)):
+        group = {"params": params, "name": prefix + label, "weight_decay": wd}
+        groups += split_by_layer(group, depth, layer_decay, lr)
     if groups:
         parts.append(kind(groups, lr=lr, **options))
     return Optimizers(name, parts, constraint)
@@ -825,7 +826,7 @@ def matrix_names(model) -> set[str]:
     return inside or {f"{name}.weight".lstrip(".") for name in layers}
 
 
-def by_layer(group: dict, depth: int, decay: float, lr: float) -> list[dict]:
+def split_by_layer(group: dict, depth: int, decay: float, lr: float) -> list[dict]:
     """The group with lr_scale 1, or where decay is below 1 a group for each layer i, with lr_scale
     decay^(depth + 1 - i), as in MAE and BEiT. i is 0 for embeddings, positions and tokens, 1 to depth
     for the blocks, depth + 1 for the rest. No group for no parameters."""

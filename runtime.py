@@ -49,10 +49,11 @@ def user_errors():
 # flags
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as it is written, and the default behind each flag that has one."""
+    """Shows the docstring as it is written, and defaults where a flag takes a value and has one."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+        plain = action.default is None or action.nargs == 0
+        return action.help if plain else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -218,7 +219,8 @@ def read_value(key, text, default):
         if isinstance(default, bool):
             return {"true": True, "false": False}[text.lower()]
         if isinstance(default, (list, tuple, dict)):
-            return [number(type(default[0]) if default else float)(part) for part in text.split(",")]
+            kind = float if isinstance(default, dict) or not default else type(default[0])
+            return [number(kind)(part) for part in text.split(",")]
         if default is None:
             return None if text.lower() == "none" else number(float)(text)
         return text if isinstance(default, str) else number(type(default))(text)
@@ -638,7 +640,7 @@ class Run:
             save_checkpoint(self.ckpt, dict(
                 model=model.state_dict(), ema=ema and ema.state_dict(), optimizer=state, step=step,
                 best=finite(self.best()), rng=torch.get_rng_state(), args=self.facts,
-                window=self.window))
+                **({"window": self.window} if self.window else {})))     # losses not yet in the log
             if self.kept(step):
                 copy_file(self.ckpt, self.out / f"ckpt-{step}.pt")
         if self.agreed and step < self.steps:

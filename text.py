@@ -1,18 +1,19 @@
-"""Text: tokenizers, the texts that ship in data/, corpora tokenised to shards, and batches of windows.
+"""Text: tokenizers, the texts in data/, folders of token shards, batches of windows.
 
-    data = load_text("sotu")                          # embedded, 2 MB, tokenised by bytes; or a .txt file, or a folder of shards
-    for x, y in train_batches(data.train, block_size=256, batch_size=32, seed=0, first_step=0, last_step=40):
-        ...                                           # x and y int64 (32, 256), y is x shifted by one token
+    data = load_text("sotu")        # embedded, 2 MB, by bytes; or a .txt file, or a folder of shards
+    for x, y in train_batches(data.train, block_size=256, batch_size=32, seed=0, step=0, steps=40):
+        ...                         # int64 (32, 256) each; y is x one token later
 
-Larger corpora are tokenised once, by `prepare.py`, into shards that are memory-mapped here.
+`python -m tools.prepare_text` tokenises a larger corpus once, into shards that are memory-mapped here.
 
-Every document is *followed* by the tokenizer's separator, so a prompt that begins a new document is the separator alone. Whether a document is
-trained or validated on depends on a hash of its text and nothing else. The batch of a step is a function of (seed, step), whatever the number of processes.
+Every document is followed by the tokenizer's separator, so the prompt for a new one is the separator
+alone. A hash of its text decides whether a document is trained or validated on. The batch of a step is
+a function of (seed, step), whatever the number of processes.
 """
+import codecs
 import functools
 import hashlib
 import json
-import os
 import re
 import struct
 from pathlib import Path
@@ -21,20 +22,39 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from runtime import BadInput, mix_seed
+from runtime import BadInput, mix_seed, my_part
 
 ROOT = Path(__file__).resolve().parent / "data"
-EMBEDDED = {"sotu": ["sotu_tail_2mb.txt"], "shakespeare": ["shakespeare_1mb.txt"], "text": ["sotu_tail_2mb.txt", "shakespeare_1mb.txt"]}
+EMBEDDED = {"sotu": ["sotu_tail_2mb.txt"], "shakespeare": ["shakespeare_1mb.txt"],
+            "text": ["sotu_tail_2mb.txt", "shakespeare_1mb.txt"]}
+DIGESTS = {"sotu_tail_2mb.txt": "e72ce43bde034a43ab68a8b8fb2fc15c",
+           "shakespeare_1mb.txt": "cfa331ecd73e144b4b096c6faed1d79b",
+           "gpt2_vocab.bpe": "ec89dd3e34abe7b7135e29648c740fc1"}
 SEPARATOR = "<|endoftext|>"
-# GPT-2 cuts text into pieces before it merges: contractions, then words, digits and other signs, each with the space before it, then white space.
+# GPT-2 cuts text into these pieces before it merges: contractions; words, numbers and other signs, each
+# with the space before it; white space.
 GPT2_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+"
 
 
-# -------------------------------------------------------------------------------------------------------------- tokenizers
+def blake2b(data):
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def read_embedded(name):
+    """The bytes of a file in data/. Raises BadInput where they are not those of this repository."""
+    data = (ROOT / name).read_bytes()
+    if blake2b(data) != DIGESTS[name]:
+        raise BadInput(f"{ROOT / name} was changed, perhaps in its line ends by git's core.autocrlf: "
+                       f"delete it, then git -c core.autocrlf=false checkout -- data")
+    return data
+
+
+# -------------------------------------------------------------------------------------------------------
+# tokenizers
+
 class Bytes:
     """Every byte of UTF-8 is a token; 256 is the separator."""
-    name, vocab_size, separator = "bytes", 257, 256
-    digest = hashlib.blake2b(b"bytes", digest_size=16).hexdigest()
+    name, vocab_size, separator, digest = "bytes", 257, 256, blake2b(b"bytes")
 
     def array(self, text):
         return np.frombuffer(utf8(text), dtype=np.uint8).astype(np.uint16)
@@ -43,29 +63,44 @@ class Bytes:
         return list(utf8(text))
 
     def decode(self, ids):
-        return b"".join(SEPARATOR.encode() if i == self.separator else bytes([i]) for i in map(int, ids)).decode(errors="replace")
+        parts = [SEPARATOR.encode() if i == self.separator else bytes([i]) for i in map(int, ids)]
+        return b"".join(parts).decode(errors="replace")
 
 
 class BPE:
     """A tiktoken encoding. Text that spells out a special token is encoded as ordinary text."""
 
     def __init__(self, name, encoding):
-        self.name, self.encoding, self.vocab_size, self.separator = name, encoding, encoding.n_vocab, encoding.eot_token
+        self.name, self.encoding = name, encoding
+        self.vocab_size, self.separator = encoding.n_vocab, encoding.eot_token
         vocabulary = sorted(encoding._mergeable_ranks.items()), sorted(encoding._special_tokens.items())
-        self.digest = hashlib.blake2b(repr(vocabulary).encode(), digest_size=16).hexdigest()
+        self.digest = blake2b(repr(vocabulary).encode())
 
     def array(self, text):
-        return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+        return np.array(self.encode(text), dtype=np.uint16)
 
     def encode(self, text):
-        return self.encoding.encode_ordinary(text)
+        if len(text) <= LONGEST_SPACE:
+            return self.encoding.encode_ordinary(text)
+        return [i for part in cut_long_space(text) for i in self.encoding.encode_ordinary(part)]
 
     def decode(self, ids):
         return self.encoding.decode([int(i) for i in ids], errors="replace")
 
 
+LONGEST_SPACE = 2 ** 16             # tiktoken's stack overflows on much longer white space
+LONG_SPACE = re.compile(rf"((?<!\s)\s{{{LONGEST_SPACE},}})")
+
+
+def cut_long_space(text):
+    """Yields the text in parts, none of which has more than LONGEST_SPACE white space in a row."""
+    for part in LONG_SPACE.split(text):
+        size = LONGEST_SPACE if part.isspace() else len(part) or 1
+        yield from (part[i:i + size] for i in range(0, len(part), size))
+
+
 def utf8(text):
-    """UTF-8 of any str: half a surrogate pair, which a JSON escape or a shell can leave in one, becomes U+FFFD, as in tiktoken."""
+    """UTF-8 of any str. Half a surrogate pair, which a JSON escape can hold, becomes U+FFFD."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -74,80 +109,108 @@ def utf8(text):
 
 @functools.lru_cache(maxsize=None)
 def load_tokenizer(name):
-    """The tokenizer of that name: bytes (257), gpt2 (50,257), gpt2-32k (32,000: gpt2 without its later merges), or one of tiktoken's.
+    """The tokenizer of that name: bytes (257 tokens), gpt2 (50,257) or gpt2-32k (its first 32,000).
 
-    It has .name, .vocab_size, .separator (id that ends a document), .digest (changes with the vocabulary), .encode(str) -> list of ints,
-    .array(str) -> np.uint16, .decode(ids) -> str, where bytes that are no UTF-8 become U+FFFD.
-    Raises BadInput for an unknown name, one that cannot be downloaded, or a vocabulary beyond uint16.
-    """
-    import tiktoken
+    It has .name, .vocab_size, .separator (the id that ends a document), .encode(str) -> list of ints,
+    .array(str) -> np.uint16, .decode(ids) -> str, .digest (a hash of the vocabulary).
+    Raises BadInput for an unknown name."""
     if name == "bytes":
         return Bytes()
-    if name in ("gpt2", "gpt2-32k"):
-        ranks = gpt2_ranks(50256 if name == "gpt2" else 31999)
-        return BPE(name, tiktoken.Encoding(name, pat_str=GPT2_PIECES, mergeable_ranks=ranks, special_tokens={SEPARATOR: len(ranks)}))
-    if name not in tiktoken.list_encoding_names():
-        known = ", ".join(["bytes", "gpt2", "gpt2-32k"] + [n for n in tiktoken.list_encoding_names() if n != "gpt2"])
-        raise BadInput(f"--tokenizer '{name}' is unknown: choose one of {known}")
-    try:
-        encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError) as fault:                       # no network, a refused download, a damaged cache
-        raise BadInput(f"--tokenizer {name} cannot be downloaded ({type(fault).__name__}): check the network, or use gpt2, gpt2-32k or bytes") from fault
-    if encoding.n_vocab > 2 ** 16:
-        raise BadInput(f"--tokenizer {name} has {encoding.n_vocab:,} tokens and the shards hold 16 bits: choose one of at most 65,536, such as gpt2")
-    return BPE(name, encoding)
+    if name not in ("gpt2", "gpt2-32k"):
+        raise BadInput(f"--tokenizer {name} is unknown: use bytes, gpt2 or gpt2-32k")
+    import tiktoken
+    ranks = gpt2_ranks(50256 if name == "gpt2" else 31999)
+    return BPE(name, tiktoken.Encoding(name, pat_str=GPT2_PIECES, mergeable_ranks=ranks,
+                                       special_tokens={SEPARATOR: len(ranks)}))
 
 
 def gpt2_ranks(count):
-    """The first `count` tokens of GPT-2, {bytes: id}: the 256 bytes, printable ones first, then a token per line of the merges file.
+    """The first `count` tokens of GPT-2, {bytes: id}: 256 bytes, then a token per line of the file.
 
-    The file writes a byte as a printable character: itself, or for the n-th unprintable byte chr(256 + n), as the space, which is chr(288).
-    """
+    The file writes a printable byte as itself, and the n-th unprintable one as chr(256 + n)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [b for b in range(256) if b not in printable]
     byte = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(unprintable)}
+    merges = read_embedded("gpt2_vocab.bpe").decode().split("\n")[1:-1]     # the first line is a version
     tokens = [bytes([b]) for b in byte.values()]
-    with open(ROOT / "gpt2_vocab.bpe", encoding="utf-8") as lines:
-        next(lines)                                              # the version
-        tokens += [bytes(byte[c] for c in line if c not in " \n") for line in lines]
+    tokens += [bytes(byte[c] for c in merge if c != " ") for merge in merges]
     return {token: i for i, token in enumerate(tokens[:count])}
 
 
-# --------------------------------------------------------------------------------------------------------------- documents
-DOCUMENT = 16384                                                 # bytes: a .txt file is cut where its structure allows it, at this size to twice this size
+# -------------------------------------------------------------------------------------------------------
+# documents
+
+DOCUMENT = 16384                    # bytes; a .txt file is cut at this size to twice this size
 ENDS = [re.compile(end) for end in (rb"\n\s*\n", rb"\n", rb"[.!?]\s", rb"\s")]
+# Byte-order marks. UTF-32 stands first, since one of its marks begins with one of UTF-16.
+MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF8: "utf-8-sig",
+         codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
-def cut(data, low, high):
-    """The place in low..high where `data` (bytes) is best cut: after a blank line, else a line, a sentence, a word, at least not within a character."""
+def encoding_of(data):
+    """What the byte-order mark at the beginning of `data` says; UTF-8 without one."""
+    return next((encoding for mark, encoding in MARKS.items() if data.startswith(mark)), "utf-8")
+
+
+def decode_text(data, path, encoding, start=0):
+    """bytes -> str. Raises BadInput with the first byte that does not fit; data[0] is at `start`."""
+    try:
+        return data.decode(encoding)
+    except LookupError as fault:
+        raise BadInput(f"--encoding {encoding} is unknown: use a name of Python's codecs") from fault
+    except UnicodeDecodeError as fault:
+        at = fault.start + len(data) - len(fault.object)         # the object lacks a byte-order mark
+        name = encoding.removesuffix("-sig")
+        raise BadInput(f"{path} is not {name}: byte {data[at]:#04x} at offset {start + at}: "
+                       f"save it as UTF-8, or pass --encoding to tools.prepare_text") from fault
+
+
+def find_cut(data, low, high):
+    """The best place in low..high to cut bytes: after a blank line, else a line, a sentence, a word.
+
+    Else at `high`, or just before it where that would cut a character."""
     if low >= len(data):
         return len(data)
     for end in ENDS:
         found = end.search(data, low, high)
         if found:
             return found.end()
-    while low < high < len(data) and data[high] & 0xC0 == 0x80:
+    while 0 < high < len(data) and data[high] & 0xC0 == 0x80:
         high -= 1
     return min(high, len(data))
 
 
 def split_text(data, size=DOCUMENT):
-    """The documents of a text in memory, as bytes; joined they are the text."""
+    """Yields the documents of a text in memory, as bytes; joined they are the text."""
     at = 0
     while at < len(data):
-        end = cut(data, at + size, at + 2 * size)
+        end = find_cut(data, at + size, at + 2 * size)
         yield data[at:end]
         at = end
 
 
 def is_val(text, share):
-    """Whether a document is validated on: a property of its text, which no order, shard or number of processes changes."""
+    """Is a document validated on? A hash of its text says so, whatever the order of documents."""
     return int.from_bytes(hashlib.blake2b(utf8(text), digest_size=8).digest(), "big") < share * 2 ** 64
 
 
-# ------------------------------------------------------------------------------------------------------------------ tokens
+def split_fails(val, total, share):
+    """Is the part `val` of `total` off by more than a factor of two? Few or like documents do that."""
+    return not share / 2 <= val / max(1, total) <= 2 * share
+
+
+def split_end(data, share):
+    """bytes -> (text, its end): the end is about `share` of it, and half of that at least."""
+    low = int((1 - share) * len(data))
+    at = find_cut(data, low, low + int(share / 2 * len(data)))
+    return data[:at], data[at:]
+
+
+# -------------------------------------------------------------------------------------------------------
+# tokens
+
 class Tokens:
-    """Arrays of uint16 as one sequence: len(tokens), tokens[i:j] -> np.uint16 array, which may cross from one part to the next."""
+    """Arrays of uint16 as one sequence: len(tokens), tokens[i:j] -> np.uint16 array, across parts."""
 
     def __init__(self, name, parts):
         self.name, self.parts = name, [part for part in parts if len(part)]
@@ -171,122 +234,140 @@ class TextData(NamedTuple):
     tokenizer: object
     train: Tokens
     val: Tokens
+    note: str = ""                  # what a user should know of the split, if anything
 
 
-def load_text(name_or_path="sotu", tokenizer=None):
-    """The embedded text of that name (sotu, shakespeare, text: both), a .txt file, or a folder that `prepare` filled. Returns TextData.
+def load_text(name_or_path="sotu", tokenizer=None, encoding=None):
+    """TextData of an embedded text (sotu, shakespeare, text: both), a .txt file, or a folder of shards.
 
-    tokenizer: a name; None means the one that the shards were made with, and bytes for the rest. An embedded text or a .txt file is tokenised in
-    memory, and about every tenth document of it is validated on. Raises BadInput if there is no such text or its shards are damaged.
-    """
-    name = str(name_or_path)
-    path = Path(name).expanduser()
+    tokenizer: a name; None is that of the shards, and bytes for the rest. encoding: of a .txt file; None
+    is that of its byte-order mark, else UTF-8. About a tenth of the documents is validated on. Where the
+    hashes miss that, the last tenth of the text is, and .note says so.
+    Raises BadInput if there is no such text, it has another encoding, or its shards are damaged."""
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
     if name in EMBEDDED:
-        return in_memory(name, [ROOT / file for file in EMBEDDED[name]], tokenizer or "bytes")
+        return tokenise_texts(name, map(read_embedded, EMBEDDED[name]), tokenizer or "bytes")
     if path.is_dir():
         return load_shards(path, tokenizer)
     if path.is_file() and path.suffix == ".txt":
-        return in_memory(name, [path], tokenizer or "bytes")
-    if path.exists():
-        raise BadInput(f"--data {name} is neither a .txt file nor a folder of shards: run python prepare.py {name} --out FOLDER, and pass FOLDER")
-    raise BadInput(f"--data '{name}' is neither a file, a folder nor one of {', '.join(EMBEDDED)}: check the spelling or the path")
-
-
-def in_memory(name, paths, tokenizer):
-    tokenizer, parts = load_tokenizer(tokenizer), {True: [], False: []}
-    for path in paths:
         data = path.read_bytes()
-        for document in split_text(data, min(DOCUMENT, max(64, len(data) // 100))):         # a short text needs short documents, to have some of either kind
-            text = document.decode(errors="replace")
-            parts[is_val(text, 0.1)] += [tokenizer.array(text), np.array([tokenizer.separator], dtype=np.uint16)]
-    join = lambda some: [np.concatenate(some)] if some else []
-    return TextData(name, tokenizer, Tokens(f"{name} (train)", join(parts[False])), Tokens(f"{name} (val)", join(parts[True])))
+        data = utf8(decode_text(data, path, encoding or encoding_of(data)))
+        return tokenise_texts(name, [data], tokenizer or "bytes")
+    remedy = "check the spelling or the path"
+    if path.exists():
+        remedy = f"run python -m tools.prepare_text {name} --out FOLDER, and pass FOLDER"
+    raise BadInput(f"--data {name} is no .txt file, no folder of shards and none of "
+                   f"{', '.join(EMBEDDED)}: {remedy}")
 
 
-# ------------------------------------------------------------------------------------------------------------------ shards
-# A shard is a header (magic with the format's version, vocabulary size, number of tokens, digest and name of the tokenizer), then uint16 little-endian.
-HEADER = struct.Struct("<8sIQ32s64s12x")
+def tokenise_texts(name, texts, tokenizer, share=0.1):
+    """TextData of texts in memory, UTF-8 bytes. A short text is cut into short documents."""
+    tokenizer, note, documents = load_tokenizer(tokenizer), "", []
+    for data in texts:
+        documents += split_text(data, min(DOCUMENT, max(64, len(data) // 100)))
+    sides = [is_val(document.decode(), share) for document in documents]
+    sizes = [len(document) for document in documents]
+    if split_fails(sum(size for size, val in zip(sizes, sides) if val), sum(sizes), share):
+        note = f"the documents of {name} are few or alike, so its last {share:.0%} is validated on"
+        begin, end = (list(split_text(part)) for part in split_end(b"".join(documents), share))
+        documents, sides = begin + end, [False] * len(begin) + [True] * len(end)
+    parts = {False: [], True: []}
+    separator = np.array([tokenizer.separator], dtype=np.uint16)
+    for document, val in zip(documents, sides):
+        parts[val] += [tokenizer.array(document.decode()), separator]
+    train, val = (Tokens(f"{name} ({split})", [np.concatenate(parts[val] or [np.empty(0, np.uint16)])])
+                  for split, val in (("train", False), ("val", True)))
+    return TextData(name, tokenizer, train, val, note)
+
+
+# -------------------------------------------------------------------------------------------------------
+# shards: a header, then tokens as uint16 little-endian
+
+HEADER = struct.Struct("<8sIQ32s64s12x")            # magic, vocabulary size, tokens, digest, name
 MAGIC = b"\x89tokens1"
 SHARD = "[0-9]" * 6 + ".bin"                                     # behind train_ or val_
 
 
 def read_header(path):
-    """(number of tokens, digest, tokenizer's name) of a shard. Raises BadInput if it is none, or not as long as it says."""
+    """(number of tokens, digest, tokenizer's name) of a shard. Raises BadInput if it is not whole."""
     data = path.open("rb").read(HEADER.size) if path.is_file() else b""
     if len(data) < HEADER.size or not data.startswith(MAGIC):
-        raise BadInput(f"{path} does not begin as a shard of tokens does: delete it, and run prepare again if it was one")
-    _, vocabulary, count, digest, name = HEADER.unpack(data)
-    if (size := os.path.getsize(path)) != HEADER.size + 2 * count:
-        raise BadInput(f"{path} is damaged, it should hold {count:,} tokens and holds {(size - HEADER.size) // 2:,}: delete it and run prepare again")
-    name = name.rstrip(b"\0").decode(errors="replace")
-    if vocabulary != load_tokenizer(name).vocab_size:
-        raise BadInput(f"{path} says that {name} has {vocabulary:,} tokens, and it has {load_tokenizer(name).vocab_size:,}: prepare the text again with --fresh")
-    return count, digest.decode(errors="replace"), name
+        raise BadInput(f"{path} does not begin as a shard of tokens does: delete it and prepare again")
+    _, _, count, digest, name = HEADER.unpack(data)
+    found = path.stat().st_size - HEADER.size
+    if found != 2 * count:
+        raise BadInput(f"{path} is damaged, it should hold {count:,} tokens and holds {found // 2:,}: "
+                       f"delete it and prepare again")
+    return count, digest.decode(errors="replace"), name.rstrip(b"\0").decode(errors="replace")
 
 
 def load_shards(folder, asked=None):
-    """TextData over the memory-mapped shards of a folder; `asked` is the tokenizer's name that it must have, if any."""
-    manifest, paths = read_manifest(folder), sorted(folder.glob(f"train_{SHARD}")) + sorted(folder.glob(f"val_{SHARD}"))
+    """TextData over the memory-mapped shards of a folder. asked: the tokenizer to expect, if any."""
+    manifest = read_manifest(folder) or {"shards": 0}
+    paths = sorted(folder.glob(f"train_{SHARD}")) + sorted(folder.glob(f"val_{SHARD}"))
     if not paths:
-        raise BadInput(f"{folder} holds no shards of tokens: run python prepare.py {folder} --out FOLDER, and pass FOLDER")
-    if manifest and len(paths) < 2 * manifest["shards"]:
-        raise BadInput(f"{folder} has {len(paths)} of {2 * manifest['shards']} shards: run the prepare command that began it again, it continues")
-    headers = {path: read_header(path) for path in paths}
-    _, digest, name = headers[paths[0]]
-    for path, (_, other_digest, other) in headers.items():
-        if other_digest != digest:
-            raise BadInput(f"{path} has another vocabulary ({other}) than {paths[0].name} ({name}): prepare them into separate folders")
+        raise BadInput(f"{folder} holds no shards of tokens: "
+                       f"run python -m tools.prepare_text {folder} --out FOLDER, and pass FOLDER")
+    if len(paths) < 2 * manifest["shards"]:
+        raise BadInput(f"{folder} has {len(paths)} of {2 * manifest['shards']} shards: "
+                       f"run the command that began it again, it continues")
+    parts, name = {"train": [], "val": []}, read_header(paths[0])[2]
     if asked and asked != name:
-        raise BadInput(f"{folder} was tokenised with {name} and you ask for --tokenizer {asked}: leave the flag out, or prepare the text again")
+        raise BadInput(f"{folder} was tokenised with {name} and you ask for --tokenizer {asked}: "
+                       f"leave the flag out, or prepare the text again")
     tokenizer = load_tokenizer(name)
-    if tokenizer.digest != digest:
-        raise BadInput(f"{folder} was tokenised with another vocabulary of the name {name} than today's: prepare the text again with --fresh")
-    parts = {split: [np.memmap(path, "<u2", "r", HEADER.size, (count,)) for path, (count, *_) in headers.items() if count and path.name.startswith(split)]
-             for split in ("train", "val")}
-    return TextData(str(folder), tokenizer, *(Tokens(f"{folder} ({split})", part) for split, part in parts.items()))
+    for path in paths:
+        count, digest, other = read_header(path)
+        if (other, digest) != (name, tokenizer.digest):
+            raise BadInput(f"{path} has another vocabulary ({other}) than {name} has here: "
+                           f"prepare the text again with --fresh")
+        if count:
+            parts[path.name.split("_")[0]].append(np.memmap(path, "<u2", "r", HEADER.size, (count,)))
+    train, val = (Tokens(f"{folder} ({split})", part) for split, part in parts.items())
+    return TextData(str(folder), tokenizer, train, val, manifest.get("note", ""))
 
 
 def read_manifest(folder):
-    """What `prepare` noted in the folder: tokenizer, flags, sources and the number of shards; None if it noted nothing."""
+    """What tools/prepare_text.py noted in the folder, a dict; None if nothing."""
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_text()) if path.exists() else None
+        manifest = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except (ValueError, OSError):                                # no JSON, or a folder
         manifest = ()
-    if manifest is not None and not (isinstance(manifest, dict) and isinstance(manifest.get("shards"), int)):
-        raise BadInput(f"{path} is not what prepare.py wrote: prepare the text again with --fresh, or into another folder")
+    whole = manifest is None or isinstance(manifest, dict) and isinstance(manifest.get("shards"), int)
+    if not whole:
+        raise BadInput(f"{path} is damaged: prepare the text again with --fresh, or into another folder")
     return manifest
 
 
-# ----------------------------------------------------------------------------------------------------------------- batches
-def windows_per_epoch(tokens, block_size):
-    """Windows of block_size inputs that an epoch visits. At most one less than fit, which leaves room for the phase.
+# -------------------------------------------------------------------------------------------------------
+# batches
 
-    Raises BadInput if not even one fits.
-    """
+def windows_per_epoch(tokens, block_size):
+    """Windows of block_size inputs in an epoch: at most one less than fit, to leave room for its phase.
+
+    Raises BadInput if not even one fits."""
     if len(tokens) < block_size + 1:
-        raise BadInput(f"{tokens.name} has {len(tokens):,} tokens and --block-size {block_size} needs at least {block_size + 1:,}: lower it, or give more text")
+        raise BadInput(f"{tokens.name} has {len(tokens):,} tokens and --block-size {block_size} needs "
+                       f"at least {block_size + 1:,}: lower it, or give more text")
     return max(1, len(tokens) // block_size - 1)
 
 
-def train_batches(tokens, block_size, batch_size, seed, first_step, last_step, rank=0, world_size=1, micro_steps=1):
-    """Yields (x, y), int64 (batch_size / world_size / micro_steps, block_size), for steps first_step..last_step - 1, micro_steps of them per step.
+def train_batches(tokens, block_size, batch_size, seed, step, steps, rank=0, world=1, micro_steps=1):
+    """Yields (x, y), int64 (samples, block_size) each: this rank's micro-batches from `step` on.
 
-    An epoch is a sequence of windows side by side, which begins at a random phase and is visited in random order, both drawn from (seed, epoch):
-    window w has the inputs tokens[phase + w block_size:][:block_size]. Over the epochs every token is an input, except the last, which has no successor.
-    batch_size is the global one: sample i of step s is window s * batch_size + i of the endless sequence of epochs; ranks take equal contiguous slices
-    of a batch, micro-steps equal parts of those. Raises BadInput if the text is too short or the batch cannot be shared out equally.
-    """
+    batch_size is global, see `runtime.my_part`. Sample i of step s is window s * batch_size + i of an
+    endless sequence of epochs. The windows of an epoch lie side by side from a random phase on and
+    come in random order, both drawn from (seed, epoch). So every token but the last is an input in time.
+    Raises BadInput if the text is too short."""
     count = windows_per_epoch(tokens, block_size)
-    if batch_size % (world_size * micro_steps):
-        raise BadInput(f"--batch-size {batch_size} must be a multiple of {world_size * micro_steps} "
-                       f"({world_size} processes x {micro_steps} micro-batches): change it or --micro-batch")
-    part, phases = batch_size // (world_size * micro_steps), len(tokens) - count * block_size      # at the last phase the last target is the last token
+    phases = len(tokens) - count * block_size                    # the last phase ends at the last token
 
     @functools.lru_cache(maxsize=2)                              # a batch may lie in two epochs
     def epoch_order(epoch):
         generator = torch.Generator().manual_seed(mix_seed("windows", seed, epoch))
-        return mix_seed("phase", seed, epoch) % phases, torch.randperm(count, generator=generator, dtype=torch.int32).numpy()
+        order = torch.randperm(count, generator=generator, dtype=torch.int32)
+        return mix_seed("phase", seed, epoch) % phases, order.numpy()
 
     def window(i):
         epoch, k = divmod(i, count)
@@ -295,27 +376,27 @@ def train_batches(tokens, block_size, batch_size, seed, first_step, last_step, r
         return tokens[start:start + block_size + 1]
 
     def batches():
-        for step in range(first_step, last_step):
-            for micro in range(micro_steps):
-                first = step * batch_size + (rank * micro_steps + micro) * part
-                yield shifted([window(i) for i in range(first, first + part)])
+        for s in range(step, steps):
+            samples = torch.arange(s * batch_size, (s + 1) * batch_size)
+            for part in my_part(samples, rank, world, micro_steps):
+                yield shifted([window(i) for i in part.tolist()])
     return batches()
 
 
-def eval_batches(tokens, block_size, micro_batch, rank=0, world_size=1, limit=0):
-    """Yields (x, y), int64 (<= micro_batch, block_size): every token but the first is a target once, summed over the ranks.
+def eval_batches(tokens, block_size, micro_batch, rank=0, world=1, limit=0):
+    """Yields (x, y), int64 (<= micro_batch, block_size) each: each token but the first is a target once.
 
-    The last window may be shorter and comes as a batch of its own. limit: at most that many windows, spread evenly over the text; 0 is all.
-    A rank may have no window at all. Raises BadInput if there is no target.
-    """
+    The last window may be shorter and comes as a batch of its own. A rank may have no window at all.
+    limit: at most that many windows, spread evenly; 0 is all. Raises BadInput if there is no target."""
     if len(tokens) < 2:
-        raise BadInput(f"{tokens.name} has {len(tokens)} tokens, too few to evaluate on: give more text, or prepare a folder with a larger --val")
+        raise BadInput(f"{tokens.name} has {len(tokens)} tokens, too few to evaluate on: "
+                       f"give more text, or prepare a folder with a larger --val")
     count = -(-(len(tokens) - 1) // block_size)
     chosen = [i * count // limit for i in range(limit)] if 0 < limit < count else range(count)
 
     def batches():
         rows = []
-        for i in chosen[rank::world_size]:
+        for i in chosen[rank::world]:
             row = tokens[i * block_size:(i + 1) * block_size + 1]
             if rows and (len(rows) == micro_batch or len(row) <= block_size):
                 yield shifted(rows)

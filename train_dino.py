@@ -302,7 +302,6 @@ def main(argv=None):
     teacher.to(run.device)
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay,
                                       constraint=constraint, **runtime.optimizer_options(args))
-    decaying = [group for group in optimizer.param_groups if not group["name"].endswith("no_decay")]
     last_layer = list(raw.head.last_layer.parameters())
     views = data.MultiCrop(images, args.img_size, args.local_size, args.local_crops, args.global_scale,
                            args.local_scale, args.color)
@@ -340,10 +339,10 @@ def main(argv=None):
         look(step, args.lr)
     while step < steps:
         lr = runtime.lr_at(step, steps, warmup, args.lr, args.min_lr)
+        weight_decay = half_cosine(args.weight_decay, args.weight_decay_end, step, steps)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        for group in decaying:
-            group["weight_decay"] = half_cosine(args.weight_decay, args.weight_decay_end, step, steps)
+            group["weight_decay"] = 0.0 if group["name"].endswith("no_decay") else weight_decay
         temperature = teacher_temperature(step // per_epoch, args)
         loss, seen = 0.0, 0.0
         for micro in range(run.micro_steps):

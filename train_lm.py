@@ -276,8 +276,9 @@ def main(argv=None):
                  model=options, constants=constants)
     step = run.begin(facts, steps, raw, ema, optimizer)
     used = ", ".join(f"{key} {value}" for key, value in constants.items())
+    note = f"; {corpus.note}" if corpus.note else ""
     run.banner(f"{len(corpus.train):,} training and {len(corpus.val):,} validation tokens, "
-               f"{args.tokenizer} ({corpus.tokenizer.vocab_size:,})",
+               f"{args.tokenizer} ({corpus.tokenizer.vocab_size:,}){note}",
                f"{runtime.millions(raw)}, {args.shortcut}, init {args.init}: {used}",
                f"{tokens:,} tokens; {steps} steps, {steps * tokens / len(corpus.train):.2f} epochs",
                optim.describe(optimizer))

@@ -40,7 +40,7 @@ COMMON = dict(
     lr_schedule="constant",     # after the warm-up: constant, or cosine down to 0
     flip=True,                  # mirror training images, where that keeps their class
     holdout=0.0,                # validate on this share of the training set instead of the test set
-    bad_images="stop",          # or skip
+    bad_images="stop",          # at files that cannot be read: stop or skip
     samples=32,                 # images in samples.png, drawn at each evaluation; 0 is off
     sample_steps=25,            # Heun's steps from noise to data
     cfg_scale=1.0,              # classifier-free guidance of samples.png; 1 is none
@@ -86,8 +86,7 @@ def get_args(argv=None):
                        "that tools/encode_latents.py wrote")
     add("--img-size", type=runtime.number(int, low=1), help="side of the images, pixels; else their own")
     runtime.add_run_flags(parser, never="at the end only")
-    lead = ("backbone", "size", "shortcut", "opt")
-    args, _ = runtime.read_flags(parser, preset, argv, "sit", lead)
+    args, _ = runtime.read_flags(parser, preset, argv, "sit", lead=("size", "shortcut", "opt"))
 
     if args.data is None:
         raise BadInput(f"--preset {args.preset} needs --data, a folder of latents: "
@@ -104,10 +103,12 @@ def get_args(argv=None):
         with runtime.user_errors():
             args.alpha_min = alpha_min_for(args.alpha_eff, args.depth + (args.backbone == "uvit"))
     args.alpha_min = runtime.last_weight(args)
+    if args.backbone == "sit":
+        del args.zero_init                                       # args.json says what applies, no more
     return args
 
 
-def load_data(args):
+def pixels_or_latents(args):
     """(images, are they latents?). Pixels are scaled to [-1, 1], latents stay as they are."""
     images = data.load_images(args.data, args.holdout, args.seed, args.bad_images)
     latents = isinstance(images.train, data.Latents)
@@ -213,7 +214,7 @@ def main(argv=None):
     run = runtime.open_run(args, "sit")
 
     # data, model, optimizer
-    images, latents = load_data(args)
+    images, latents = pixels_or_latents(args)
     per_epoch = data.steps_per_epoch(len(images.train), args.batch_size)
     steps, shape = args.steps, (images.in_chans, args.img_size, args.img_size)
     eval_every, save_every = args.eval_every or steps, args.save_every or steps

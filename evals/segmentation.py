@@ -212,7 +212,7 @@ def train_heads(groups, layers, batches, classes, how, device):
     for group, loss in zip(groups, losses.tolist()):
         if not math.isfinite(loss):
             raise BadInput(f"the loss of the head on layer {' '.join(map(str, group))} is not finite: "
-                           "lower --set lr, or give an earlier checkpoint if the run diverged")
+                           "lower --lr, or give an earlier checkpoint if the run diverged")
     return heads.eval(), losses.tolist()
 
 

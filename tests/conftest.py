@@ -1,4 +1,5 @@
-"""Tests import the flat files of the repository root and run on one thread, so that timings and rounding do not depend on the machine."""
+"""Tests import the root's files and run on one thread: timings and rounding do not depend on the machine."""
+import signal
 import sys
 from pathlib import Path
 
@@ -15,3 +16,11 @@ def no_curve(request, monkeypatch):
     import runtime
     if "finished" not in request.fixturenames:
         monkeypatch.setattr(runtime, "plot_curve", lambda *arguments, **more: None)
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """A run that a test cuts off leaves its handlers behind; Ctrl-C must still end the tests."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)

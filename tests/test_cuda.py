@@ -1,4 +1,5 @@
-"""What needs a CUDA machine, and is skipped without: flash attention, torch.compile, bf16, the optimizers, a checkpoint that changes devices. `bench.py gpu` runs these first."""
+"""What needs CUDA, and is skipped without: flash attention, torch.compile, bf16, the optimizers, a
+checkpoint that changes devices. `python -m tools.bench gpu` runs these first."""
 import copy
 
 import pytest
@@ -13,12 +14,14 @@ from model import LM, ViT
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 NANO = dict(img_size=28, patch_size=7, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=2)
-OPTIONS = {"adamw": {}, "soap": dict(precondition_frequency=2), "kl-shampoo": dict(precondition_frequency=2), "muon": {}}
+OFTEN = dict(precondition_frequency=2)
+OPTIONS = {"adamw": {}, "soap": OFTEN, "kl-shampoo": OFTEN, "muon": {}}
 
 
 def batch(n=16, device="cuda"):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, 1, 28, 28, generator=generator).to(device), torch.randint(10, (n,), generator=generator).to(device)
+    x = torch.randn(n, 1, 28, 28, generator=generator)
+    return x.to(device), torch.randint(10, (n,), generator=generator).to(device)
 
 
 def vit(shortcut="residual", device="cuda"):
@@ -46,12 +49,16 @@ def relative(a, b):
     return ((a - b).norm() / b.norm()).item()
 
 
-@pytest.mark.parametrize("make, x", [(lambda: ViT(**NANO), lambda: batch()[0]),
-                                     (lambda: LM(vocab_size=64, block_size=32, embed_dim=64, depth=2, num_heads=2), lambda: torch.randint(64, (4, 32), device="cuda"))])
-def test_attention_takes_the_flash_path(make, x):
-    model = make().cuda()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cuda", torch.bfloat16):        # raises where the inputs do not suit it
-        model(x()).float().sum().backward()
+@pytest.mark.parametrize("kind", ["vit", "lm"])
+def test_attention_takes_the_flash_path(kind):
+    if kind == "vit":
+        model, x = vit(), batch()[0]
+    else:
+        model = LM(vocab_size=64, block_size=32, embed_dim=64, depth=2, num_heads=2).cuda()
+        x = torch.randint(64, (4, 32), device="cuda")
+    # raises where the inputs do not suit it
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cuda", torch.bfloat16):
+        model(x).float().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -69,27 +76,31 @@ def test_bf16_step_learns_like_fp32():
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = vit()
-        losses[dtype] = train(model, optim.build_optimizer(model, "adamw", 3e-3, 0.05), 20, "cuda", dtype)
-        assert all(p.dtype == torch.float32 for p in model.parameters())                         # weights stay
-    assert losses[torch.float32][-1] < losses[torch.float32][0] / 2
-    assert losses[torch.bfloat16][-1] == pytest.approx(losses[torch.float32][-1], abs=0.1 * losses[torch.float32][0])
+        optimizer = optim.build_optimizer(model, "adamw", 3e-3, 0.05)
+        losses[dtype] = train(model, optimizer, 20, "cuda", dtype)
+        assert all(p.dtype == torch.float32 for p in model.parameters())            # weights stay
+    full, half = losses[torch.float32], losses[torch.bfloat16]
+    assert full[-1] < full[0] / 2
+    assert half[-1] == pytest.approx(full[-1], abs=0.1 * full[0])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_optimizer_equals_the_cpu(name):
-    """The same gradients on both; eigenvectors differ in sign from one library to the next, what they do to the weights must not."""
+    """The same gradients on both. Eigenvectors differ in sign by library, what they do must not."""
     torch.manual_seed(0)
     cpu = ViT(**NANO)
     start, gpu = copy.deepcopy(cpu), copy.deepcopy(cpu).cuda()
-    parts = [optim.build_optimizer(model, name, 1e-2, 0.01, **OPTIONS[name]) for model in (cpu, gpu)]
+    models = cpu, gpu
+    optimizers = [optim.build_optimizer(m, name, 1e-2, 0.01, **OPTIONS[name]) for m in models]
     for _ in range(5):
         for p, q in zip(cpu.parameters(), gpu.parameters()):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.cuda()
-        for optimizer in parts:
+        for optimizer in optimizers:
             optimizer.step()
+    tolerance = 3e-2 if name == "muon" else 1e-2            # Muon works in bf16
     for (key, p), q, p0 in zip(cpu.named_parameters(), gpu.parameters(), start.parameters()):
-        assert relative(q.detach().cpu() - p0, p.detach() - p0) < (3e-2 if name == "muon" else 1e-2), key       # Muon works in bf16
+        assert relative(q.detach().cpu() - p0, p.detach() - p0) < tolerance, key
 
 
 def one_of_two(rank, name, device, folder):
@@ -104,7 +115,8 @@ def one_of_two(rank, name, device, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name, source, target", [("soap", "cuda", "cpu"), ("kl-shampoo", "cpu", "cuda")])
+@pytest.mark.parametrize("name, source, target", [
+    ("soap", "cuda", "cpu"), ("kl-shampoo", "cpu", "cuda")])
 def test_a_checkpoint_of_two_ranks_changes_devices(name, source, target, tmp_path):
     torch.multiprocessing.spawn(one_of_two, (name, source, tmp_path), nprocs=2)
     losses = []

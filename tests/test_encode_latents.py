@@ -101,8 +101,10 @@ def test_two_processes_write_the_same_latents(tmp_path):
 
 
 def test_a_missing_autoencoder_is_said_before_any_work(tmp_path, capsys, monkeypatch):
+    def script(argv):
+        runtime.run_script(lambda: encode_latents.main(argv))
+    sentence = functools.partial(one_sentence, script)
     argv = ["--data", "digits8x8", "--out", tmp_path / "l", "--vae", "missing"]
-    sentence = functools.partial(one_sentence, lambda a: runtime.run_script(lambda: encode_latents.main(a)))
     assert "pip install diffusers" in sentence(capsys, argv)
     monkeypatch.setitem(sys.modules, "diffusers", types.SimpleNamespace(AutoencoderKL=FakeVAE))
     assert "--vae missing" in sentence(capsys, argv) and not (tmp_path / "l").exists()

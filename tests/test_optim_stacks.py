@@ -35,7 +35,7 @@ def close(a, b, tolerance=1e-9):
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("limit", [1, 50, 10 ** 9])
 def test_together_is_as_alone(kind, limit, monkeypatch):
-    """Seven matrices in stacks of any size, each as with its own optimizer; some gradients are missing."""
+    """Seven matrices in stacks of any size, each as with its own optimizer; gradients are missing."""
     monkeypatch.setattr(optim.MatrixOptimizer, "stack_size", {"cpu": limit})
     grads = rows(SHAPES, 12, dtype=torch.float64)
     grads[4][2] = grads[5][2] = grads[0][3] = grads[7][0] = None
@@ -85,7 +85,7 @@ def test_stacks_are_formed_once(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_what_is_put_into_the_state_counts(kind):
-    """State is a view into a stack: a tensor put in its place takes effect, as does a change in place."""
+    """State is a view: a tensor put in its place takes effect, and so does a change in place."""
     key = "momentum_buffer" if kind == "muon" else "exp_avg"
     ways = []
     for way in ("never", "replaced", "in place"):
@@ -294,9 +294,9 @@ def test_share_out_is_fair():
             def fullest(where):
                 return max(sum(c for c, b in zip(costs, where) if b == i) for i in range(bins))
             best = min(fullest(where) for where in itertools.product(range(bins), repeat=7))
-            assert best <= fullest(optim.share_out(costs, [0.] * bins)) <= 4 / 3 * best + 1e-9
-    assert optim.share_out([], [0.] * 3) == []
-    assert optim.share_out([3., 2., 4.], [5., 0.]) == [1, 0, 1]
+            assert best <= fullest(optim.assign_bins(costs, [0.] * bins)) <= 4 / 3 * best + 1e-9
+    assert optim.assign_bins([], [0.] * 3) == []
+    assert optim.assign_bins([3., 2., 4.], [5., 0.]) == [1, 0, 1]
 
 
 # --------------------------------------------------------------------------------------------------

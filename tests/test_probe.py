@@ -49,15 +49,17 @@ def stirred(net, seed=0):
 
 def make_vit(seed=0, data="digits8x8", alphas=None, **kwargs):
     """(a ViT, not trained, its args)."""
+    torch.manual_seed(seed)
     kwargs = VIT | kwargs
-    return (stirred(model.ViT(**kwargs, alphas=alphas), seed),
-            dict(kind="vit", model=kwargs, data=data, alphas=plain_weights(alphas)))
+    args = dict(kind="vit", model=kwargs, data=data, alphas=plain_weights(alphas))
+    return stirred(model.ViT(**kwargs, alphas=alphas), seed), args
 
 
 def make_flow(seed=0, kind=model.SiT, data="digits8x8", **kwargs):
     """(a flow model, not trained, its args)."""
     kwargs = dict(input_size=8, patch_size=4, in_chans=1, num_classes=10, embed_dim=32, depth=2,
                   num_heads=2, alpha_min=.8) | kwargs
+    torch.manual_seed(seed)
     backbone = "sit" if kind is model.SiT else "uvit"
     return stirred(kind(**kwargs), seed), dict(kind="sit", backbone=backbone, model=kwargs, data=data)
 

@@ -19,12 +19,13 @@ import data
 import init
 import probe
 import quantize
+import runtime
 import train_dino
 import train_lm
 import train_mae
 import train_sit
 import train_vit
-from evals import conditioning, discovery, quantization_theory, samples, segmentation
+from evals import conditioning, discovery, quantization_theory, samples, segmentation, zeroshot
 from runtime import BadInput
 from tools import bench, claims, encode_latents, prepare_text, reproduce
 
@@ -34,9 +35,14 @@ PAGES |= {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sort
 README, ALL = PAGES["README.md"], "\n\n".join(PAGES.values())
 TRAIN = {"train_vit.py": train_vit, "train_lm.py": train_lm, "train_mae.py": train_mae, "train_sit.py": train_sit, "train_dino.py": train_dino}
 OTHERS = {"probe.py": probe, "quantize.py": quantize, "tools.reproduce": reproduce, "tools.bench": bench,
-          "evals.segmentation": segmentation, "evals.discovery": discovery, "evals.samples": samples}
-RUNNERS = {"evals.conditioning": (conditioning, ("report", "plot_report")), "tools.prepare_text": (prepare_text, ("prepare",)),
-           "tools.encode_latents": (encode_latents, ("encode",)), "evals.quantization_theory": (quantization_theory, ())}
+          "evals.segmentation": segmentation, "evals.discovery": discovery, "evals.samples": samples,
+          "evals.conditioning": conditioning, "tools.encode_latents": encode_latents}
+RUNNERS = {"tools.prepare_text": prepare_text, "evals.zeroshot": zeroshot,
+           "evals.quantization_theory": quantization_theory}
+
+
+class Parsed(Exception):
+    """Raised in the place of what a script does once it has read its flags."""
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
 
 
@@ -46,7 +52,7 @@ SETUP = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt &
 def commands(text=ALL):
     """Every command, a list of words, of the code blocks without a language and of `python ...` within a sentence or a table."""
     lines = [line for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M) if not language for line in block.splitlines()]
-    lines += re.findall(r"`(python (?:-m )?\S+[^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
+    lines += re.findall(r"`(python (?:-m )?[^\s`]+[^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M))
     return [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
 
 
@@ -71,10 +77,13 @@ def parse(script, flags, monkeypatch, tmp_path):
         with pytest.raises(BadInput, match="^--finetune out/mae.* is no checkpoint"):
             TRAIN[script].get_args(flags)
     elif script in RUNNERS:
-        module, replaced = RUNNERS[script]
-        for name in replaced:
-            monkeypatch.setattr(module, name, lambda *a, **k: {})
-        module.main([*flags, "--out", str(tmp_path)] if script == "evals.conditioning" else flags)
+        read = runtime.Parser.parse_args
+
+        def stop(self, *a, **k):
+            raise Parsed(read(self, *a, **k))
+        monkeypatch.setattr(runtime.Parser, "parse_args", stop)
+        with pytest.raises(Parsed):
+            RUNNERS[script].main(flags)
     else:
         (TRAIN | OTHERS)[script].get_args(flags)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import probe
 import text
 import train_dino
 import train_lm
@@ -319,7 +320,7 @@ def test_two_processes_add_to_one_record(tmp_path):
 
 def test_a_terminated_reproduction_takes_its_runs_along(tmp_path):
     """They would go on for minutes, and nobody would read what they find."""
-    code = (f"import sys, threading, signal; sys.path.insert(0, {str(ROOT)!r}); import reproduce; signal.signal(signal.SIGTERM, reproduce.end_children)\n"
+    code = (f"import sys, threading, signal; sys.path.insert(0, {str(ROOT)!r}); from tools import reproduce; signal.signal(signal.SIGTERM, reproduce.end_children)\n"
             "threading.Thread(target=reproduce.python, args=('-c import(time).sleep(60)', 'x')).start()\n")
     code = code.replace("'-c import(time).sleep(60)'", f"{str(tmp_path / 'sleep.py')!r}") + "import time; time.sleep(60)\n"
     (tmp_path / "sleep.py").write_text(f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)")
@@ -406,13 +407,12 @@ def test_every_claim_names_what_exists(claim, monkeypatch, tmp_path):
             where, _, name = cell.rpartition(" | ")
             assert name in ({c["name"] for c in claims.TABLES[where]["cells"]} if where else names)
     assert claim.paper in ("1", "2", "3", "beyond") and "|" not in claim.says
-    script, *flags = claims.judge(claim, {})["command"].split()[1:]
-    if script == "init.py":
-        monkeypatch.setattr(init, "report", lambda args: {})
-        monkeypatch.setattr(init, "plot_report", lambda *a: None)
-        init.main([*flags, "--out", str(tmp_path)])
+    words = claims.judge(claim, {})["command"].split()[1:]
+    script, *flags = words[1:] if words[0] == "-m" else words
+    if script == "evals.conditioning":
+        conditioning.get_args(flags)
     else:
-        {"reproduce.py": reproduce, "probe.py": probe}[script].get_args(flags)
+        {"tools.reproduce": reproduce, "probe.py": probe}[script].get_args(flags)
 
 
 def test_claims_have_names_of_their_own():
@@ -423,7 +423,7 @@ def test_claims_have_names_of_their_own():
 
 def test_the_verdicts_on_disk_follow_from_the_recorded_runs():
     data = reproduce.recorded(ROOT / "results")
-    assert json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8")) == [claims.judge(c, data) for c in claims.CLAIMS], "python reproduce.py claims"
+    assert json.loads((ROOT / "results" / "claims.json").read_text(encoding="utf-8")) == [claims.judge(c, data) for c in claims.CLAIMS], "python -m tools.reproduce claims"
 
 
 @pytest.mark.parametrize("name", list(claims.TABLES))
@@ -451,7 +451,7 @@ def test_only_what_can_be_run(tmp_path, capsys):
     reproduce.main(["table1", "lm", "--only", "residual, SOAP", *flags])
     assert "# lm: 6 runs" in (said := capsys.readouterr().out) and "table1" not in said                    # 3 searches, 3 seeds
     reproduce.main(["mae", "--only", "its own lr", *flags])
-    assert capsys.readouterr().out.count("--holdout 0.2") == 3 + 4
+    assert capsys.readouterr().out.count("holdout=0.2") == 3 + 4
 
 
 def test_tables_show_all_seeds_whatever_is_asked_for(tmp_path, capsys, monkeypatch):
@@ -491,10 +491,10 @@ def test_quick_mode_is_a_fixed_list(tmp_path, capsys):
         "python train_vit.py --shortcut skipless --init default --opt adamw --lr 3e-05 --seed 0 --epochs 5",
         "python train_vit.py --shortcut skipless --init paper --opt adamw --lr 0.0003 --seed 0 --epochs 5",
         "python train_vit.py --shortcut skipless --init paper --opt soap --lr 0.001 --seed 0 --epochs 5",
-        "python train_lm.py --shortcut residual --init default --opt soap --lr 0.01 --seed 0 --steps 200 --eval-every 200 --sample-tokens 0",
-        "python train_lm.py --shortcut skipless --init auto --opt soap --lr 0.003 --seed 0 --steps 200 --eval-every 200 --sample-tokens 0",
-        "python train_mae.py --shortcut residual --opt adamw --lr 0.0015 --seed 0 --epochs 4 --knn-every 0 --eval-every 1000000",
-        "python train_mae.py --alpha-min 0.6 --opt adamw --lr 0.0015 --seed 0 --epochs 4 --knn-every 0 --eval-every 1000000"]
+        "python train_lm.py --shortcut residual --init default --opt soap --lr 0.01 --seed 0 --steps 200 --eval-every 200 --set sample_tokens=0",
+        "python train_lm.py --shortcut skipless --init auto --opt soap --lr 0.003 --seed 0 --steps 200 --eval-every 200 --set sample_tokens=0",
+        "python train_mae.py --shortcut residual --opt adamw --lr 0.0015 --seed 0 --epochs 4 --set knn_every=0 --eval-every 1000000",
+        "python train_mae.py --alpha-min 0.6 --opt adamw --lr 0.0015 --seed 0 --epochs 4 --set knn_every=0 --eval-every 1000000"]
     assert not list(tmp_path.iterdir())
     assert sum(60 * t["minutes"] * len(t["cells"]) for t in claims.QUICK.values()) / 2 < 30 * 60
 
@@ -580,9 +580,9 @@ def contrast(first, second):
 @pytest.mark.parametrize("paper", (1, 2, 3))
 def test_a_papers_figure_is_legible_on_white_and_on_black(paper, tmp_path):
     matplotlib = pytest.importorskip("matplotlib.image")
-    for color in (reproduce.GREY, reproduce.BLUE, reproduce.ORANGE, reproduce.GREEN, reproduce.PINK, reproduce.VIOLET):
+    for color in (figures.GREY, figures.BLUE, figures.ORANGE, figures.GREEN, figures.PINK, figures.VIOLET):
         assert min(contrast(color, "#ffffff"), contrast(color, "#0d1117")) > 3
-    getattr(reproduce, f"paper{paper}")(claims.Evidence(reproduce.recorded(ROOT / "results")), tmp_path / "p.png")
+    getattr(figures, f"paper{paper}")(claims.Evidence(reproduce.recorded(ROOT / "results")), tmp_path / "p.png")
     pixels = matplotlib.imread(tmp_path / "p.png")
     solid = pixels[pixels[..., 3] > 0.9][:, :3]
     assert pixels.shape[2] == 4 and (pixels[..., 3] == 0).mean() > 0.5                          # the page shows through

@@ -1,21 +1,19 @@
-"""Speed beside the peers and beside the arithmetic: interleaved repetitions, medians, one table, one JSON (--out).
+"""Speed, beside the peers and beside the arithmetic: repetitions in turn, medians, a table.
 
-    python bench.py optim --set vit-s        ms per optimizer step, amortised over a refresh period, on the matrices of a model; state, temporaries, floor
-    python bench.py optim --fit              is the step time of SOAP that of its arithmetic? three widths, one rate
-    python bench.py step                     tokens/s of a language model's training step, beside nanoGPT's architecture at the same sizes
-    python bench.py step --model vit         images/s of a ViT's, beside timm's
-    python bench.py ranks                    the optimizer's work shared out over 1, 2 and 4 processes of one thread
-    python bench.py data                     images/s of the input pipeline alone, beside the laptop ViT's training step
-    python bench.py tokenize                 MB/s of prepare.py on one core, beside tiktoken alone
-    python bench.py tokencut --threads 1     ms per image of 784 patches (ViT-S/8 at 224 px) of TokenCut, beside scipy's generalised eigendecomposition
-    python bench.py gpu                      on a CUDA machine, in under 8 minutes: the tests that need one, and the tables -> results/gpu.json
+    python -m tools.bench optim --set vit-s     ms, memory and floor of a step on a model's matrices
+    python -m tools.bench step                  tokens/s of a language model, beside nanoGPT's design
+    python -m tools.bench step --model vit      images/s of a ViT, beside timm's
+    python -m tools.bench ranks                 the optimizer's work on 1, 2 and 4 processes
+    python -m tools.bench gpu                   CUDA, 8 minutes: the tests that need it, three tables
 
-An optimizer is measured with a refresh every --cycle steps and reckoned for one every --frequency: (frequency - 1) plain steps and one that refreshes.
-The floor is the arithmetic that has to be done, over the rate of a large matrix product, measured in between. MFU: the model's flops over the same rate in the
-type of the forward pass. pytorch_optimizer, heavyball and timm are compared with where they are installed.
+--quick takes seconds and shows that all works. Progress is printed as it comes. A bench stopped by
+Ctrl-C prints the table of what it has, and --out holds the last whole repetition.
+
+An optimizer refreshes every --cycle steps here; its time is reckoned for a refresh every --frequency
+steps. The floor is its arithmetic at the rate of a large matrix product, measured in between. MFU:
+the model's flops at the same rate. pytorch_optimizer, heavyball and timm take part if installed.
 """
 import contextlib
-import io
 import itertools
 import json
 import os
@@ -35,33 +33,30 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-import data
-import discovery
 import optim
-import prepare
 import runtime
-import text
 from model import LM, SIZES, ViT
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class GPT(nn.Module):
-    """nanoGPT's architecture, written from its description: learned positions, LayerNorm eps 1e-5, one fused q k v, SDPA, exact GELU, tied head, no dropout.
+    """nanoGPT's architecture, written from its description. bias: as GPT-2 has them, nanoGPT not.
 
-    bias: nanoGPT trains without (bias=False) by default, GPT-2 has them."""
+    Learned positions, LayerNorm of eps 1e-5, one matrix for q, k, v, exact GELU, a tied head."""
 
     class Block(nn.Module):
         def __init__(self, dim, heads, bias):
             super().__init__()
             self.heads = heads
             self.ln_1, self.ln_2 = nn.LayerNorm(dim, bias=bias), nn.LayerNorm(dim, bias=bias)
-            self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim, bias=bias), nn.Linear(dim, dim, bias=bias)
-            self.c_fc, self.mlp_proj = nn.Linear(dim, 4 * dim, bias=bias), nn.Linear(4 * dim, dim, bias=bias)
+            self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim, bias), nn.Linear(dim, dim, bias)
+            self.c_fc, self.mlp_proj = nn.Linear(dim, 4 * dim, bias), nn.Linear(4 * dim, dim, bias)
 
         def forward(self, x):
-            B, N, D = x.shape
-            q, k, v = (t.view(B, N, self.heads, D // self.heads).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).split(D, dim=2))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.c_proj(y.transpose(1, 2).reshape(B, N, D))
+            qkv = self.c_attn(self.ln_1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(*qkv, is_causal=True)
+            x = x + self.c_proj(y.transpose(1, 2).flatten(2))
             return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
 
     def __init__(self, vocab_size, block_size, embed_dim, depth, num_heads, bias=False):
@@ -76,62 +71,84 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, tokens):
-        return self.lm_head(self.ln_f(self.h(self.wte(tokens) + self.wpe.weight[:tokens.shape[1]])))
+        x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
+        return self.lm_head(self.ln_f(self.h(x)))
 
 
-SIZES_OF = {                                                     # by --model and --size: (sequences or images in a batch, the model's sizes)
-    "lm": {"laptop": (8, dict(vocab_size=257, block_size=128, embed_dim=128, depth=12, num_heads=4)),       # as train_lm.py's presets
+IMAGENET = dict(img_size=224, patch_size=16, in_chans=3, num_classes=1000)
+DIGITS = dict(img_size=28, patch_size=7, in_chans=1, num_classes=10)
+SIZES_OF = {                            # by --model and --size: (sequences or images a batch, sizes)
+    "lm": {"laptop": (8, dict(vocab_size=257, block_size=128, embed_dim=128, depth=12, num_heads=4)),
            "paper": (8, dict(vocab_size=32000, block_size=512, embed_dim=768, depth=24, num_heads=12))},
-    "vit": {"laptop": (100, dict(img_size=28, patch_size=7, in_chans=1, num_classes=10, **SIZES["nano"])),  # as train_vit.py's
-            "vit-s": (8, dict(img_size=224, patch_size=16, in_chans=3, num_classes=1000, **SIZES["small"])),
-            "vit-b": (8, dict(img_size=224, patch_size=16, in_chans=3, num_classes=1000, **SIZES["base"]))},
+    "vit": {"laptop": (100, DIGITS | SIZES["nano"]), "vit-s": (8, IMAGENET | SIZES["small"]),
+            "vit-b": (8, IMAGENET | SIZES["base"])},
 }
-SETS = {"nano": (96, 12), "vit-s": (384, 12), "vit-b": (768, 12), "lm-194m": (768, 24)}      # width, blocks
-REFRESHING = "soap", "kl-shampoo"                               # kinds that turn a basis now and then
-KINDS = {                                                        # what each has to compute, for the floor
-    "torch.optim.AdamW": None, "torch.optim.Muon": "muon", "pytorch_optimizer.Muon": "muon", "pytorch_optimizer.SOAP": "soap", "heavyball.SOAP": "soap",
-    "heavyball.KLShampoo": "kl-shampoo", "optim.SOAP": "soap", "optim.KLShampoo": "kl-shampoo", "optim.Muon": "muon",
+# width and blocks of the sets of matrices
+SETS = {"nano": (96, 12), "vit-s": (384, 12), "vit-b": (768, 12), "lm-194m": (768, 24)}
+REFRESHING = "soap", "kl-shampoo"       # kinds that refresh a basis now and then
+KINDS = {                               # what each has to compute, for the floor
+    "torch.optim.AdamW": None, "torch.optim.Muon": "muon", "pytorch_optimizer.Muon": "muon",
+    "pytorch_optimizer.SOAP": "soap", "heavyball.SOAP": "soap", "heavyball.KLShampoo": "kl-shampoo",
+    "optim.SOAP": "soap", "optim.KLShampoo": "kl-shampoo", "optim.Muon": "muon",
 }
-EMBEDDED = [name for name in data.NAMES if not name.startswith("cifar")]
 
 
-# ---------------------------------------------------------------------------------------------------------- Measuring
-def interleaved(steps, repeats, wait=lambda: None, clock=time.perf_counter, warmup=2, before=lambda name: None):
-    """{name: [seconds, ...]} of the functions `steps`, called in turn so that a noisy machine disturbs all alike; the first `warmup` rounds do not count.
-    before(name) is called ahead of each step, outside of its time."""
+# --------------------------------------------------------------------------------------------------
+# Measuring
+
+def interleaved(steps, rounds, wait=lambda: None, clock=time.perf_counter, warmup=2, before=None,
+                whole=1, report=None):
+    """{name: [seconds, ...]} of the functions `steps`, in turn: a noisy machine disturbs all alike.
+
+    The first `warmup` rounds do not count. before(name): called ahead of each step, outside of its time.
+    report(seconds so far): called after every `whole` rounds."""
     seconds = {name: [] for name in steps}
-    for _ in range(repeats + warmup):
+    for k in range(warmup + rounds):
         for name, step in steps.items():
-            before(name)
+            if before:
+                before(name)
             wait()
             start = clock()
             step()
             wait()
             seconds[name].append(clock() - start)
-    return {name: values[warmup:] for name, values in seconds.items()}
+        took = ", ".join(f"{name} {1e3 * values[-1]:.3g}" for name, values in seconds.items())
+        print_progress(f"round {k + 1} of {warmup + rounds}, ms: {took}")
+        measured = {name: values[warmup:] for name, values in seconds.items()}
+        if report and k >= warmup and (k + 1 - warmup) % whole == 0:
+            report(measured)
+    return measured
 
 
-def waiter(world):
+def print_progress(text):
+    """A line of progress, on stderr: stdout has the tables."""
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+def device_waiter(world):
     """A function that returns once the device has done its work."""
     return torch.cuda.synchronize if world.device.type == "cuda" else lambda: None
 
 
 def amortise(seconds, cycle, frequency):
-    """(a step on average, a plain one, one that refreshes) in seconds, for a refresh every `frequency` steps, of steps measured with one every `cycle`.
+    """(a step on average, a plain one, one that refreshes), for a refresh in `frequency` steps.
 
-    Which of a cycle's steps refreshes shows in its time; medians over the repetitions. cycle 1: there is no refresh, all steps are alike."""
+    seconds: of steps with a refresh in `cycle` of them. Which one refreshes shows in its time.
+    cycle 1: there is no refresh, all steps are alike."""
     if cycle == 1:
         return statistics.median(seconds), statistics.median(seconds), None
     at = [seconds[k::cycle] for k in range(cycle)]
     slow = max(at, key=statistics.median)
-    plain, refresh = statistics.median(t for times in at if times is not slow for t in times), statistics.median(slow)
+    plain = statistics.median(t for times in at if times is not slow for t in times)
+    refresh = statistics.median(slow)
     return ((frequency - 1) * plain + refresh) / frequency, plain, refresh
 
 
 def milliseconds(seconds, kind, args):
     """The columns of `amortise` for an optimizer of that kind."""
     times = amortise(seconds, args.cycle if kind in REFRESHING else 1, args.frequency)
-    return {column: t and 1e3 * t for column, t in zip(("ms", "plain step, ms", "refresh, ms"), times)}
+    columns = "ms", "plain step, ms", "refresh, ms"
+    return {column: t and 1e3 * t for column, t in zip(columns, times)}
 
 
 def refreshing(kind, cycle):
@@ -140,28 +157,31 @@ def refreshing(kind, cycle):
 
 
 def matmul(n, device, dtype):
-    """A function that multiplies two n x n matrices, 2 n^3 flops: what the machine gives at best, measured among what is compared with it."""
+    """A function that multiplies two n x n matrices, 2 n^3 flops: the machine at its best."""
     a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
     return lambda: torch.mm(a, b, out=out)
 
 
 def state_bytes(optimizer):
     """Bytes of all tensors in an optimizer's state, however nested; each storage once."""
-    seen = {}
+    storages = {}
 
     def visit(value):
         if isinstance(value, torch.Tensor):
-            seen[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-            visit(part)
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, (list, tuple)):
+            for part in value:
+                visit(part)
 
     for part in getattr(optimizer, "parts", [optimizer]):
         visit(dict(part.state))
-    return sum(seen.values())
+    return sum(storages.values())
 
 
 def peak_bytes(steps, device):
-    """The most memory that tensors take during the last of `steps`, beyond what they take before it; on cpu and cuda."""
+    """The most memory that tensors take during the last of `steps`, beyond what they take before it."""
     *first, last = steps
     if device.type == "cuda":
         for step in first:
@@ -170,29 +190,34 @@ def peak_bytes(steps, device):
         before = torch.cuda.memory_allocated()
         last()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")              # the profiler says when it starts and stops otherwise
-    # all of them, as the profiler counts what is freed only where it saw it made
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")         # else the profiler says that it starts
+    # all steps: the profiler counts what is freed only where it saw it made
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         for step in first:
             step()
         with torch.profiler.record_function("last step"):
             last()
     events = profile.profiler.kineto_results.events()
     start = next(e.start_ns() for e in events if e.name() == "last step")
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.start_ns() >= start)
+    memory = [e for e in events if e.name() == "[memory]" and e.start_ns() >= start]
+    changes = sorted((e.start_ns(), e.nbytes()) for e in memory)
     return max([0, *itertools.accumulate(change for _, change in changes)])
 
 
-# ----------------------------------------------------------------------------------------------- Whole training steps
+# --------------------------------------------------------------------------------------------------
+# Whole training steps
+
 def model_flops(sizes, batch):
-    """Flops of a training step of a ViT or LM of these sizes: products only, the whole attention matrix, and the backward pass twice the forward one."""
+    """Flops of a training step of a ViT or LM: products only, whole attention, backward twice."""
     d = sizes["embed_dim"]
     if "block_size" in sizes:
         n = sizes["block_size"]
         ends = 2 * n * d * sizes["vocab_size"]
     else:
         patches = (sizes["img_size"] // sizes["patch_size"]) ** 2
-        n, ends = patches + 1, 2 * d * (patches * sizes["in_chans"] * sizes["patch_size"] ** 2 + sizes["num_classes"])
+        pixels = sizes["in_chans"] * sizes["patch_size"] ** 2
+        n, ends = patches + 1, 2 * d * (patches * pixels + sizes["num_classes"])
     return 3 * batch * (sizes["depth"] * (24 * n * d ** 2 + 4 * n ** 2 * d) + ends)
 
 
@@ -209,81 +234,111 @@ def training_step(model, optimizer, x, y, device, dtype):
 
 
 def timm_vit(**sizes):
-    return runtime.import_optional("timm.models.vision_transformer", "bench.py step --model vit").VisionTransformer(**sizes)
+    module = runtime.import_optional("timm.models.vision_transformer", "bench step --model vit")
+    return module.VisionTransformer(**sizes)
 
 
 PEERS = {"lm": ("nanoGPT", GPT, LM, "tokens/s"), "vit": ("timm", timm_vit, ViT, "images/s")}
-OURS = {f"ours, {shortcut}, {opt}": (shortcut, opt) for shortcut in ("residual", "skipless") for opt in ("adamw", "soap")}
+OURS = {f"ours, {shortcut}, {opt}": (shortcut, opt)
+        for shortcut in ("residual", "skipless") for opt in ("adamw", "soap")}
 
 
-def bench_step(args, world):
-    """Tokens or images per second of a training step: ours with and without residuals, with AdamW and SOAP, beside nanoGPT's architecture or timm's ViT."""
+def bench_step(args, world, report):
+    """Tokens or images per second of a training step: ours and the peer's."""
     dtype, _ = runtime.pick_dtype(args.dtype, world.device)
     usual, sizes = SIZES_OF[args.model][args.size]
     batch, notes, (peer, theirs, ours, unit) = args.batch_size or usual, [], PEERS[args.model]
     if args.model == "lm":
-        tokens = torch.randint(sizes["vocab_size"], (batch, sizes["block_size"] + 1), device=world.device)
+        shape = batch, sizes["block_size"] + 1
+        tokens = torch.randint(sizes["vocab_size"], shape, device=world.device)
         x, y, count = tokens[:, :-1], tokens[:, 1:], batch * sizes["block_size"]
     else:
         x, y, count = *random_images(batch, sizes, world.device), batch
     steps = {"matmul": matmul(args.matmul, world.device, dtype)}
     for name in args.only or [peer, *OURS]:
-        shortcut, opt = OURS.get(name, (None, "adamw"))
+        shortcut, opt = OURS.get(name, (None, None))
         try:
-            model = (ours(**sizes, shortcut=shortcut) if shortcut else theirs(**sizes)).to(world.device)
+            model = ours(**sizes, shortcut=shortcut) if shortcut else theirs(**sizes)
         except runtime.BadInput as missing:
             notes.append(str(missing))
             continue
+        model = model.to(world.device)
         if shortcut:
             optimizer = optim.build_optimizer(model, opt, 1e-4, 0.01, **refreshing(opt, args.cycle))
-        else:                                                    # nanoGPT's is fused on CUDA only
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=world.device.type == "cuda" or peer == "timm")
-        steps[name] = training_step(torch.compile(model) if args.compile else model, optimizer, x, y, world.device, dtype)
-    seconds = interleaved(steps, -(-args.repeats // args.cycle) * args.cycle, waiter(world), warmup=1 + args.cycle)      # warm-up: SOAP's seed, and one refresh
-    rate, flops = 2 * args.matmul ** 3 / statistics.median(seconds.pop("matmul")), model_flops(sizes, batch)
-    mean = {name: amortise(times, args.cycle if "soap" in name else 1, args.frequency)[0] for name, times in seconds.items()}
-    notes.append(f"batch {batch}, {str(dtype)[6:]}, matmul {rate / 1e9:.4g} Gflop/s, a step is {flops / 1e9:.4g} Gflop; a refresh every {args.frequency} steps")
-    return {name: {unit: count / s, "ms": 1e3 * s, f"speed, x {peer}": mean[peer] / s if peer in mean else None,
-                   "time, x its adamw": s / mean[own] if (own := name.replace("soap", "adamw")) in mean else None, "MFU, %": 100 * flops / s / rate}
-            for name, s in mean.items()}, notes
+        else:                                               # nanoGPT's is fused on CUDA only
+            fused = world.device.type == "cuda" or peer == "timm"
+            options = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01, fused=fused)
+            optimizer = torch.optim.AdamW(model.parameters(), **options)
+        model = torch.compile(model) if args.compile else model
+        steps[name] = training_step(model, optimizer, x, y, world.device, dtype)
+    flops = model_flops(sizes, batch)
+
+    def table(seconds):
+        rate = 2 * args.matmul ** 3 / statistics.median(seconds["matmul"])
+        mean = {name: amortise(times, args.cycle if "soap" in name else 1, args.frequency)[0]
+                for name, times in seconds.items() if name != "matmul"}
+        rows = {}
+        for name, s in mean.items():
+            own = mean.get(name.replace("soap", "adamw"))
+            rows[name] = {unit: count / s, "ms": 1e3 * s,
+                          f"speed, x {peer}": mean[peer] / s if peer in mean else None,
+                          "time, x its adamw": own and s / own, "MFU, %": 100 * flops / s / rate}
+        note = (f"batch {batch}, {str(dtype)[6:]}, matmul {rate / 1e9:.4g} Gflop/s, a step is "
+                f"{flops / 1e9:.4g} Gflop; a refresh every {args.frequency} steps")
+        report(rows, [*notes, note])
+        return rows, [*notes, note]
+
+    # warm-up: SOAP's seed, and one refresh
+    rounds = -(-args.repeats // args.cycle) * args.cycle
+    return table(interleaved(steps, rounds, device_waiter(world), warmup=1 + args.cycle,
+                             whole=args.cycle, report=table))
 
 
 def random_images(batch, sizes, device):
-    return torch.randn(batch, sizes["in_chans"], sizes["img_size"], sizes["img_size"], device=device), torch.randint(sizes["num_classes"], (batch,), device=device)
+    """(images, labels) of noise."""
+    x = torch.randn(batch, sizes["in_chans"], sizes["img_size"], sizes["img_size"], device=device)
+    return x, torch.randint(sizes["num_classes"], (batch,), device=device)
 
 
-# --------------------------------------------------------------------------------------------------------- Optimizers
+# --------------------------------------------------------------------------------------------------
+# Optimizers
+
 def block_matrices(dim, depth):
     """The shapes (out, in) of the matrices of `depth` transformer blocks, as model.py has them."""
     return depth * [(3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)]
 
 
-def floor(shapes, kind, frequency):
+def least_flops(shapes, kind, frequency):
     """Flops of one step on average: all updates, and a refresh every `frequency` steps."""
-    counter = optim.MATRIX_OPTIMIZERS[kind]([nn.Parameter(torch.zeros(1, 1))])
-    return sum(update + refresh / frequency for update, refresh in (counter.flops(shape, counter.param_groups[0]) for shape in shapes))
+    counter = optim.OPTIMIZERS[kind]([nn.Parameter(torch.zeros(1, 1))])
+    flops = [counter.flops(shape, counter.param_groups[0]) for shape in shapes]
+    return sum(update + refresh / frequency for update, refresh, _ in flops)
 
 
 @contextlib.contextmanager
 def quick_seeds():
-    """The first step's eigendecompositions take minutes and are not measured: in here they all return the identity, an orthogonal matrix as good as another."""
+    """In here eigh returns the identity: that of the first step takes minutes, which nobody measures."""
     def eigh(s, *_):
-        return s.diagonal(dim1=-2, dim2=-1), torch.eye(s.shape[-1], dtype=s.dtype, device=s.device).expand_as(s)
+        identity = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
+        return s.diagonal(dim1=-2, dim2=-1), identity.expand_as(s)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch("torch.linalg.eigh", eigh))
-        if "heavyball" in sys.modules:                           # it has taken torch's at its import
+        patches.enter_context(mock.patch("optim.SLOW_FIRST_STEP", float("inf")))
+        if "heavyball" in sys.modules:                      # it has taken torch's at its import
             patches.enter_context(mock.patch("heavyball.utils.no_compile_eigh", eigh))
         yield
 
 
 def contestant(name, params, cycle, compiled=False):
-    """The optimizer of that name at its fastest equal setting, with a refresh every `cycle` steps. Raises BadInput where its package is missing.
+    """The optimizer of that name at its fastest equal setting, with a refresh every `cycle` steps.
 
-    heavyball compiles its kernels, which takes a minute and a C++ compiler: here with `compiled` only. Its merging of sides and its limit of 2048 for a side
-    are off, so that it preconditions what the others do."""
+    heavyball compiles its kernels, which takes a minute and a C++ compiler: here with `compiled` only.
+    It merges no sides and has no limit for a side here, so that it preconditions what the others do.
+    Raises BadInput where a package is missing."""
     package, _, kind = name.rpartition(".")
-    module = {"torch.optim": torch.optim, "optim": optim}.get(package) or runtime.import_optional(package, f"bench.py optim --only {name}")
+    known = {"torch.optim": torch.optim, "optim": optim}
+    module = known.get(package) or runtime.import_optional(package, f"bench optim --only {name}")
     options = refreshing(KINDS[name], cycle)
     if package == "heavyball":
         module.utils.compile_mode = "default" if compiled else None
@@ -295,66 +350,68 @@ def contestant(name, params, cycle, compiled=False):
     return getattr(module, kind)(params, lr=1e-4, **options)
 
 
-def bench_optim(args, world):
-    """ms per optimizer step on the block matrices of a model, with random gradients; with --fit on those of several widths."""
+def bench_optim(args, world, report):
+    """ms per optimizer step on a model's block matrices, with random gradients; state, temporaries."""
     dim, depth = SETS[args.set]
-    if args.fit:
-        entries = {f"{name}, d = {d}": (name, block_matrices(d, args.depth or 2)) for name in args.only or ["optim.SOAP"] for d in args.fit}
-    else:
-        entries = {name: (name, block_matrices(dim, args.depth or depth)) for name in args.only or KINDS}
-    most = max(sum(m * n for m, n in shapes) for _, shapes in entries.values())
-    pool, offsets = 0.01 * torch.randn(most + 2 * 997, device=world.device), itertools.cycle((0, 997, 2 * 997))       # three sets of gradients
-    buffer, params, optimizers, temporary, notes = torch.empty(most, device=world.device), {}, {}, {}, []
+    shapes, device = block_matrices(dim, args.depth or depth), world.device
+    sizes = [m * n for m, n in shapes]
+    pool = 0.01 * torch.randn(sum(sizes) + 2 * 997, device=device)
+    offsets, buffer = itertools.cycle((0, 997, 2 * 997)), torch.empty(sum(sizes), device=device)
+    params, optimizers, temporary, notes = {}, {}, {}, []
 
-    def feed(label):
+    def feed(name):
         """New gradients: some optimizers write into them, or drop them."""
-        offset, own = next(offsets), params.get(label, ())
-        buffer.copy_(pool[offset:offset + most])
-        for p, g in zip(own, buffer.split([*(p.numel() for p in own), most - sum(p.numel() for p in own)])):
+        offset = next(offsets)
+        buffer.copy_(pool[offset:offset + len(buffer)])
+        for p, g in zip(params.get(name, ()), buffer.split(sizes)):
             p.grad = g.view_as(p)
 
-    for label, (name, shapes) in entries.items():
-        params[label] = [nn.Parameter(0.02 * torch.randn(shape, device=world.device)) for shape in shapes]
+    def warm_up(name):
+        feed(name)
+        optimizers[name].step()
+
+    for name in args.only or KINDS:
+        params[name] = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
         try:
-            optimizers[label] = contestant(name, params[label], args.cycle, args.compile)
+            optimizers[name] = contestant(name, params[name], args.cycle, args.compile)
         except runtime.BadInput as missing:
             notes.append(str(missing))
             continue
-        with quick_seeds():                                      # warm-up: the seed, and one cycle, whose last step is the one that refreshes
-            temporary[label] = peak_bytes((args.cycle + 1) * [lambda: (feed(label), optimizers[label].step())], world.device)
+        begin = time.perf_counter()
+        with quick_seeds():                                 # the seed, and a cycle that refreshes last
+            temporary[name] = peak_bytes((args.cycle + 1) * [lambda: warm_up(name)], device)
+        print_progress(f"{name} is ready after {time.perf_counter() - begin:.1f} s")
     dtypes = torch.float32, torch.bfloat16
-    steps = {dtype: matmul(args.matmul, world.device, dtype) for dtype in dtypes} | {label: optimizer.step for label, optimizer in optimizers.items()}
-    seconds = interleaved(steps, args.cycle * args.repeats, waiter(world), warmup=0, before=feed)
-    rate = {dtype: 2 * args.matmul ** 3 / statistics.median(seconds[dtype]) for dtype in dtypes}
-    rows, counts = {}, {label: KINDS[name] and floor(shapes, KINDS[name], args.frequency) for label, (name, shapes) in entries.items()}
-    for label, optimizer in optimizers.items():
-        name, shapes = entries[label]
-        largest = 4 * max(shapes.count(shape) * shape[0] * shape[1] for shape in shapes)
-        times = milliseconds(seconds[label], KINDS[name], args)
-        least = counts[label] and 1e3 * counts[label] / rate[torch.bfloat16 if KINDS[name] == "muon" else torch.float32]
-        rows[label] = times | {"floor, ms": least, "x floor": least and times["ms"] / least, "state, MB": state_bytes(optimizer) / 1e6,
-                               "temporary, MB": temporary[label] / 1e6, "temporary / largest group": temporary[label] / largest}
-    notes.append(f"a refresh every {args.frequency} steps; matmul " + ", ".join(f"{str(dtype)[6:]} {rate[dtype] / 1e9:.4g} Gflop/s" for dtype in dtypes)
-                 + f"; heavyball {'compiled' if args.compile else 'eager'}" * ("heavyball" in sys.modules))
-    if args.fit:
-        fit(rows, counts, notes)
-    return rows, notes
+    steps = {dtype: matmul(args.matmul, device, dtype) for dtype in dtypes}
+    steps |= {name: optimizer.step for name, optimizer in optimizers.items()}
+    largest = 4 * max(shapes.count((m, n)) * m * n for m, n in shapes)
+
+    def table(seconds):
+        rate = {dtype: 2 * args.matmul ** 3 / statistics.median(seconds[dtype]) for dtype in dtypes}
+        rows = {}
+        for name, optimizer in optimizers.items():
+            kind, times = KINDS[name], milliseconds(seconds[name], KINDS[name], args)
+            used = optim.fast_dtype(device) if kind == "muon" else torch.float32
+            least = kind and 1e3 * least_flops(shapes, kind, args.frequency) / rate[used]
+            rows[name] = times | {
+                "floor, ms": least, "x floor": least and times["ms"] / least,
+                "state, MB": state_bytes(optimizer) / 1e6, "temporary, MB": temporary[name] / 1e6,
+                "temporary / largest group": temporary[name] / largest}
+        rates = ", ".join(f"{str(dtype)[6:]} {rate[dtype] / 1e9:.4g} Gflop/s" for dtype in dtypes)
+        note = f"a refresh every {args.frequency} steps; matmul {rates}"
+        if "heavyball" in sys.modules:
+            note += f"; heavyball {'compiled' if args.compile else 'eager'}"
+        report(rows, [*notes, note])
+        return rows, [*notes, note]
+
+    rounds = args.cycle * args.repeats
+    return table(interleaved(steps, rounds, device_waiter(world), warmup=0, before=feed,
+                             whole=args.cycle, report=table))
 
 
-def fit(rows, counts, notes):
-    """Adds what one rate for all, the least squares of predicted / measured - 1, makes of the flops in `counts`, and how far each row is from it."""
-    for name in dict.fromkeys(label.partition(",")[0] for label in rows):
-        mine = [label for label in rows if label.partition(",")[0] == name]
-        x = [counts[label] / rows[label]["ms"] for label in mine]
-        ms_per_flop = sum(x) / sum(v * v for v in x)
-        for label in mine:
-            predicted = ms_per_flop * counts[label]
-            rows[label] |= {"predicted, ms": predicted, "deviation, %": 100 * (rows[label]["ms"] / predicted - 1)}
-        worst = max(abs(rows[label]["deviation, %"]) for label in mine)
-        notes.append(f"{name}: the flops at {1e-6 / ms_per_flop:.4g} Gflop/s, largest deviation {worst:.1f} %")
+# --------------------------------------------------------------------------------------------------
+# Ranks
 
-
-# -------------------------------------------------------------------------------------------------------------- Ranks
 class Blocks(nn.Module):
     """Matrices that `optim.build_optimizer` takes for those of a model's blocks."""
 
@@ -363,39 +420,44 @@ class Blocks(nn.Module):
         self.blocks = nn.ParameterList(nn.Parameter(0.02 * torch.randn(shape)) for shape in shapes)
 
 
-def rank(me, size, folder, shapes, name, cycle, pipe):
-    """One process of `size`: a step for each "step" that comes down the pipe; at last its state's bytes, and rank 0's weights."""
+def run_rank(me, size, folder, shapes, name, cycle, pipe):
+    """One process of `size`: a step for each "step" from the pipe; then its state and weights."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{size}", rank=me, world_size=size)
     torch.manual_seed(0)
     model = Blocks(shapes)
     gradients = [[0.01 * torch.randn(shape) for shape in shapes] for _ in range(2)]
     optimizer = optim.build_optimizer(model, name, 1e-3, 0.01, **refreshing(name, cycle))
-    for turn in itertools.count():
-        for p, g in zip(model.blocks, gradients[turn % 2]):
+    for k in itertools.count():
+        for p, g in zip(model.blocks, gradients[k % 2]):
             p.grad = g
         if pipe.recv() != "step":
             break
-        with quick_seeds() if turn == 0 else contextlib.nullcontext():
+        with quick_seeds() if k == 0 else contextlib.nullcontext():
             optimizer.step()
         pipe.send("done")
-    pipe.send((state_bytes(optimizer), [p.detach().numpy() for p in model.blocks] if me == 0 else None))
+    weights = [p.detach().numpy() for p in model.blocks] if me == 0 else None
+    pipe.send((state_bytes(optimizer), weights))
     dist.destroy_process_group()
 
 
-def bench_ranks(args, world):
-    """ms per optimizer step and bytes of state per rank where 1, 2 and 4 processes of one thread share the matrices; how far their weights end from one's."""
+def bench_ranks(args, world, report):
+    """ms per optimizer step and state per rank, where processes of one thread share the matrices."""
     dim, depth = SETS[args.set]
-    shapes, context, rows = block_matrices(dim, args.depth or depth), torch.multiprocessing.get_context("spawn"), {}
+    shapes, rows = block_matrices(dim, args.depth or depth), {}
     name = KINDS[args.only[0]] if args.only else "soap"
+    context = torch.multiprocessing.get_context("spawn")
+    count = 1 + args.cycle * (1 + args.repeats)
+    notes = [f"{name}, {args.set}, {count} steps, one thread a rank, {os.cpu_count()} cores"]
     with tempfile.TemporaryDirectory() as folder:
         groups = {}
         for size in args.ranks:
             for me in range(size):
                 ours, its = context.Pipe()
-                process = context.Process(target=rank, args=(me, size, folder, shapes, name, args.cycle, its), daemon=True)
+                arguments = me, size, folder, shapes, name, args.cycle, its
+                process = context.Process(target=run_rank, args=arguments, daemon=True)
                 process.start()
-                its.close()                                      # so that the end of the process ends the pipe
+                its.close()                                 # then the end of the process ends the pipe
                 groups.setdefault(size, []).append((process, ours))
 
         def tell(size, word):
@@ -403,132 +465,74 @@ def bench_ranks(args, world):
                 pipe.send(word)
             return [pipe.recv() for _, pipe in groups[size]]
 
-        seconds = interleaved({size: lambda size=size: tell(size, "step") for size in groups}, args.cycle * args.repeats, warmup=1 + args.cycle)
-        for size in groups:
+        def table(seconds):
+            for size, times in seconds.items():
+                rows[f"{size} rank{'s' * (size > 1)}"] = row = milliseconds(times, name, args)
+                row["time, x first"] = row["ms"] / next(iter(rows.values()))["ms"]
+            report(rows, notes)
+
+        steps = {size: lambda size=size: tell(size, "step") for size in groups}
+        interleaved(steps, args.cycle * args.repeats, warmup=1 + args.cycle, whole=args.cycle,
+                    report=table)
+        for row, size in zip(rows.values(), groups):
             states, weights = zip(*tell(size, "end"))
-            row = milliseconds(seconds[size], name, args) | {"state per rank, MB": max(states) / 1e6}
-            first, final = (row, weights[0]) if not rows else (first, final)
-            rows[f"{size} rank{'s' * (size > 1)}"] = row | {
-                "time, x first": row["ms"] / first["ms"], "state, x first": row["state per rank, MB"] / first["state per rank, MB"],
-                "largest difference": max(float(np.abs(a - b).max()) for a, b in zip(weights[0], final))}
+            row["state per rank, MB"] = max(states) / 1e6
+            if row is next(iter(rows.values())):
+                first, final = row, weights[0]
+            row["state, x first"] = row["state per rank, MB"] / first["state per rank, MB"]
+            differences = [float(np.abs(a - b).max()) for a, b in zip(weights[0], final)]
+            row["largest difference"] = max(differences)
             for process, _ in groups[size]:
                 process.join()
-    return rows, [f"{name}, {args.set}, {1 + args.cycle * (1 + args.repeats)} steps, one thread a rank, {os.cpu_count()} cores"]
+    report(rows, notes)
+    return rows, notes
 
 
-# -------------------------------------------------------------------------------------------------- Data, text, boxes
-def bench_data(args, world):
-    """Images/s of the loop's `next(batches)` alone, per embedded set and augmentation, beside those of the laptop ViT's training step at the set's image size."""
-    rows = {}
-    for name in args.only or EMBEDDED:
-        start = time.perf_counter()
-        images = data.load_images(name)
-        loading = time.perf_counter() - start
-        usual, sizes = SIZES_OF["vit"]["laptop"]
-        batch = args.batch_size or usual
-        sizes = sizes | dict(img_size=images.size, patch_size=images.size // 4, in_chans=images.in_chans, num_classes=len(images.classes))
-        model = ViT(**sizes).to(world.device)
-        optimizer = optim.build_optimizer(model, "adamw", 1e-4, 0.01)
-        steps = {"step": training_step(model, optimizer, *random_images(batch, sizes, world.device), world.device, torch.float32)}
-        for level in ("none", "light", "strong"):
-            batches = data.train_batches(images.train, data.train_transform(images, images.size, level), batch, 0, 0, args.repeats + 2, workers=args.workers)
-            steps[level] = lambda batches=batches: next(batches)
-        rate = {key: batch / statistics.median(times) for key, times in interleaved(steps, args.repeats, waiter(world)).items()}
-        rows[name] = {"load, s": loading} | {f"{key}, images/s": value for key, value in rate.items()} | {
-            f"{level}, %": 100 * rate["step"] / (rate["step"] + rate[level]) for level in ("none", "light", "strong")}
-    return rows, [f"step: of the laptop ViT with AdamW; %: the loader's share of both, where nothing overlaps; {args.workers} workers"]
+# --------------------------------------------------------------------------------------------------
+# A GPU
 
-
-def bench_tokenize(args, world):
-    """MB/s from text to shards on one core (read, cut into documents, BPE, write), beside tiktoken's encoder alone on the same documents; seconds of the process."""
-    source = (text.ROOT / "sotu_tail_2mb.txt").read_bytes() * 5
-    rows = {}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "text.txt").write_bytes(source)
-        documents = [document.decode(errors="replace") for document in text.split_text(source)]
-        for name in ("gpt2", "gpt2-32k"):
-            encode = text.load_tokenizer(name).array
-            command = [f"{folder}/text.txt", "--out", f"{folder}/{name}", "--tokenizer", name, "--workers", "1", "--fresh"]
-            steps = {"tiktoken": lambda: [encode(document) for document in documents], "prepare.py": lambda: prepare.main(command)}
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                seconds = {k: statistics.median(v) for k, v in interleaved(steps, args.repeats, clock=time.process_time).items()}
-            rows[name] = {"prepare.py, MB/s": len(source) / 1e6 / seconds["prepare.py"], "tiktoken alone, MB/s": len(source) / 1e6 / seconds["tiktoken"],
-                          "ratio": seconds["tiktoken"] / seconds["prepare.py"]}
-    return rows, []
-
-
-def bench_tokencut(args, world):
-    """ms per image from features to box on the CPU: `discovery.tokencut`, and the same with scipy.linalg.eigh of (D - A) v = lambda D v, whole but for two
-    eigenvectors, as TokenCut is published; 20 images of 28 x 28 patches, 384 channels, in which an object differs from what is behind it."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(args.threads))     # scipy brings a BLAS of its own, which looks here when it is loaded
-    linalg, grid = runtime.import_optional("scipy.linalg", "bench.py tokencut"), (28, 28)
-    images = [clusters(seed, grid) for seed in range(20)]
-
-    def scipy_box(x):
-        x = F.normalize(x, dim=1)
-        A = torch.where(x @ x.T > 0.2, 1.0, 1e-5).double().numpy()
-        D = A.sum(1)
-        _, v = linalg.eigh(-A + np.diag(D), np.diag(D), subset_by_index=[1, 2])
-        return discovery.cut(torch.from_numpy(v[:, :1].T.copy()), grid)[1][0].tolist()
-
-    steps = {"scipy": lambda: [scipy_box(x) for x in images], "ours": lambda: [list(discovery.tokencut(x, grid)["box"]) for x in images]}
-    same = sum(a == b for a, b in zip(*(step() for step in steps.values())))
-    seconds = {name: statistics.median(v) / len(images) for name, v in interleaved(steps, args.repeats, clock=time.process_time).items()}
-    return {name: {"ms per image": 1e3 * s, "ratio": seconds["scipy"] / s, f"same box, of {len(images)}": same} for name, s in seconds.items()}, []
-
-
-def clusters(seed, grid, channels=384):
-    """Features (N, channels) of a scene: an ellipse on two halves of background, each with a direction of its own, all with one in common, and noise."""
-    generator = torch.Generator().manual_seed(seed)
-    y, x = torch.meshgrid(*(torch.linspace(-1, 1, n) for n in grid), indexing="ij")
-    a, b, c, d, slope = torch.rand(5, generator=generator)
-    part = torch.where(y > slope - 0.5 + 0.3 * x, 1, 0)
-    part[((x - a + 0.5) / (0.25 + 0.4 * c)) ** 2 + ((y - b + 0.5) / (0.25 + 0.4 * d)) ** 2 < 1] = 2
-    kinds = 0.6 * torch.randn(1, channels, generator=generator) + torch.randn(3, channels, generator=generator)
-    return kinds[part.flatten()] + 0.8 * torch.randn(part.numel(), channels, generator=generator)
-
-
-# -------------------------------------------------------------------------------------------------------------- A GPU
-GPU_TABLES = {                                                   # in the order of what must be known first; flags as on the command line
-    "ViT-B step": "step --model vit --size vit-b --batch-size 128 --dtype bfloat16 --compile --matmul 8192 --repeats 12 --only timm 'ours, residual, adamw'",
-    "LM step": "step --model lm --size paper --batch-size 32 --dtype bfloat16 --compile --matmul 8192 --repeats 12 --only nanoGPT 'ours, residual, adamw'",
-    "optimizers": "optim --set lm-194m --cycle 2 --repeats 3 --matmul 8192 "
-                  "--only torch.optim.AdamW torch.optim.Muon optim.Muon optim.SOAP pytorch_optimizer.SOAP optim.KLShampoo",
+FAST = "--dtype bfloat16 --compile --matmul 8192 --repeats 12 --only 'ours, residual, adamw'"
+GPU_TABLES = {                          # flags as on the command line; what must be known comes first
+    "ViT-B step": f"step --model vit --size vit-b --batch-size 128 {FAST} timm",
+    "LM step": f"step --model lm --size paper --batch-size 32 {FAST} nanoGPT",
+    "optimizers": "optim --set lm-194m --cycle 2 --repeats 3 --matmul 8192 --only torch.optim.AdamW "
+                  "torch.optim.Muon optim.Muon optim.SOAP pytorch_optimizer.SOAP optim.KLShampoo",
 }
 
 
-def bench_gpu(args, world, tables=GPU_TABLES, tests="tests/test_cuda.py", limit=330):
-    """The tests that need CUDA, then the tables; one that would begin after `limit` seconds is left out, so that all takes less than 8 minutes."""
+def bench_gpu(args, world, report, tables=GPU_TABLES, tests="tests/test_cuda.py", limit=330):
+    """The tests that need CUDA, then the tables; none begins after `limit` seconds: 8 minutes in all."""
     if world.device.type != "cuda" and tables is GPU_TABLES:
-        raise runtime.BadInput(f"bench.py gpu needs a CUDA machine, and --device {args.device} gives {world.device} here: run it where torch sees a GPU")
+        raise runtime.BadInput(f"bench gpu needs a CUDA machine, and --device {args.device} gives "
+                               f"{world.device} here: run it where torch sees a GPU")
     start, done, notes = time.perf_counter(), {}, []
-    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", tests], cwd=Path(__file__).resolve().parent, capture_output=True, text=True, errors="replace")
-    notes.append(f"{tests}: {ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ran.stderr.strip()[-200:]}")
+    command = [sys.executable, "-m", "pytest", "-q", tests]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace")
+    said = ran.stdout.strip().splitlines() or [ran.stderr.strip()[-200:]]
+    notes.append(f"{tests}: {said[-1]}")
+    print_progress(notes[-1])
     for name, command in tables.items():
         if time.perf_counter() - start > limit:
             notes.append(f"{name}: left out, {limit} s were over")
             continue
-        its = get_args([*shlex.split(command), "--device", str(world.device), "--threads", str(args.threads)])
+        rest = ["--device", str(world.device), "--threads", str(args.threads)]
+        its = get_args([*shlex.split(command), *rest])
         torch.manual_seed(0)
-        rows, more = BENCHES[its.bench](its, world)
-        done[name] = rows
+
+        def partial(rows, more):
+            report(done | {name: rows}, notes + more)
+        done[name], more = BENCHES[its.bench](its, world, partial)
         notes += [f"{name}: {note}" for note in more]
-        if args.out and tables is GPU_TABLES:                    # what there is, should the next one fail: time on a GPU is dear
-            write(args, world, done, notes)
+        report(done, notes)
     return done, notes
 
 
-def machine(world):
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else runtime.cpu_name()
-    return dict(device=name, cores=os.cpu_count(), threads=torch.get_num_threads(), torch=torch.__version__, cuda=torch.version.cuda,
-                python=platform.python_version(), system=platform.system())
+# --------------------------------------------------------------------------------------------------
+# The command
 
-
-def write(args, world, rows, notes):
-    Path(args.out).write_text(json.dumps(dict(args=vars(args), hardware=machine(world), notes=notes, rows=rows), indent=1) + "\n")
-
-
-BENCHES = {"optim": bench_optim, "step": bench_step, "ranks": bench_ranks, "data": bench_data, "tokenize": bench_tokenize, "tokencut": bench_tokencut, "gpu": bench_gpu}
+BENCHES = {"optim": bench_optim, "step": bench_step, "ranks": bench_ranks, "gpu": bench_gpu}
+QUICK = dict(set="nano", depth=1, repeats=1, cycle=2, matmul=256, ranks=[1, 2])
+USUAL = dict(set="vit-s", repeats=20, cycle=4, matmul=2048, ranks=[1, 2, 4])
 
 
 def get_args(argv=None):
@@ -536,61 +540,95 @@ def get_args(argv=None):
     parser = runtime.Parser(description=__doc__)
     add = parser.add_argument
     add("bench", choices=list(BENCHES), help="what to measure")
+    add("--quick", action="store_true", help="one small repetition: seconds")
     add("--model", choices=list(SIZES_OF), default="lm", help="step: a language model or a ViT")
-    add("--size", default="laptop", help="step: laptop or paper for the language model; laptop, vit-s or vit-b for the ViT")
-    add("--set", choices=list(SETS), default="vit-s", help="optim, ranks: whose block matrices")
-    add("--depth", type=number(int, low=1), default=None, help="optim, ranks: number of blocks; None is the set's own, for --fit 2")
-    add("--fit", type=number(int, low=1), nargs="*", default=None, metavar="WIDTH", help="optim: one rate for these widths (192 384 768) instead of --set")
-    add("--only", nargs="+", default=None, metavar="ROW", help=f"optim: these of {', '.join(KINDS)}; ranks: one of ours; step: of its rows; data: sets")
-    add("--ranks", type=number(int, low=1), nargs="+", default=[1, 2, 4], help="ranks: numbers of processes")
-    add("--frequency", type=number(int, low=1), default=10, help="steps between two refreshes of the bases, over which a step is amortised")
-    add("--cycle", type=number(int, low=2), default=4, help="steps between two refreshes while measuring: a power of two, or heavyball's come irregularly")
-    add("--batch-size", type=number(int, low=1), default=None, help="step, data: sequences or images; None is the size's own")
-    add("--repeats", type=number(int, low=1), default=None, help="measured repetitions, for optim and ranks of a cycle; None is 2 for these, else 20")
-    add("--matmul", type=number(int, low=1), default=2048, help="side of the matrices whose product tells what the machine gives at best")
-    add("--workers", type=number(int, low=0), default=0, help="data: loading processes")
+    add("--size", default="laptop", help="step: laptop or paper; laptop, vit-s or vit-b for the ViT")
+    add("--set", choices=list(SETS), help="optim, ranks: whose block matrices; else vit-s")
+    add("--depth", type=number(int, low=1), help="optim, ranks: number of blocks; else the set's own")
+    add("--only", nargs="+", metavar="ROW",
+        help=f"optim: these of {', '.join(KINDS)}; ranks: one of ours; step: of its rows")
+    add("--ranks", type=number(int, low=1), nargs="+", help="ranks: numbers of processes; else 1 2 4")
+    add("--frequency", type=number(int, low=1), default=10, help="steps between refreshes, as reported")
+    add("--cycle", type=number(int, low=2),
+        help="steps between refreshes, as measured: a power of two, as heavyball needs it; else 4")
+    add("--batch-size", type=number(int, low=1), help="step: sequences or images; else the size's own")
+    add("--repeats", type=number(int, low=1), help="else 20; optim, ranks: of a cycle, else 2")
+    add("--matmul", type=number(int, low=1), help="side of the matrices of the large product; else 2048")
     add("--threads", type=number(int, low=1), default=2, help="CPU threads")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="step: arithmetic of the forward pass")
-    add("--compile", action="store_true", help="step: torch.compile the models; optim: let heavyball compile")
-    add("--out", default=None, help="also write the figures to this JSON file; None is results/gpu.json for gpu, else nowhere")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="step: of the forward")
+    add("--compile", action="store_true", help="step: torch.compile the models; optim: heavyball too")
+    add("--out", help="also write the figures to this JSON file; else results/gpu.json for gpu")
     args = parser.parse_args(argv)
+    if args.bench in ("optim", "ranks") and not args.repeats:
+        args.repeats = 1 if args.quick else 2
+    for key, value in (QUICK if args.quick else USUAL).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
     if args.size not in SIZES_OF[args.model]:
-        raise runtime.BadInput(f"--size {args.size} is not one of --model {args.model}: choose {' or '.join(SIZES_OF[args.model])}")
-    known = {"optim": list(KINDS), "ranks": [name for name in KINDS if name.startswith("optim.")], "data": EMBEDDED,
+        raise runtime.BadInput(f"--size {args.size} is not one of --model {args.model}: "
+                               f"choose {' or '.join(SIZES_OF[args.model])}")
+    known = {"optim": list(KINDS), "ranks": [name for name in KINDS if name.startswith("optim.")],
              "step": [PEERS[args.model][0], *OURS]}.get(args.bench, [])
     for name in args.only or ():
         if name not in known:
-            raise runtime.BadInput(f"--only '{name}' is no row of {args.bench}: " + (f"choose from {'; '.join(known)}" if known else "leave it out"))
-    if args.fit == []:
-        args.fit = [192, 384, 768]
-    args.repeats = args.repeats or (2 if args.bench in ("optim", "ranks") else 20)
+            choose = f"choose from {'; '.join(known)}" if known else "leave it out"
+            raise runtime.BadInput(f"--only '{name}' is no row of {args.bench}: {choose}")
     if args.bench == "gpu":
-        args.out = args.out or str(Path(__file__).resolve().parent / "results" / "gpu.json")
-    if args.out and (Path(args.out).is_dir() or not Path(args.out).resolve().parent.is_dir() or not os.access(Path(args.out).resolve().parent, os.W_OK)):
-        raise runtime.BadInput(f"--out {args.out} cannot be written: choose a file in a folder that exists and can be")
+        args.out = args.out or str(ROOT / "results" / "gpu.json")
+    folder = Path(args.out or ".").resolve().parent
+    if args.out and (Path(args.out).is_dir() or not os.access(folder, os.W_OK)):
+        raise runtime.BadInput(f"--out {args.out} cannot be written: choose a file in another folder")
     return args
 
 
-def show(title, rows):
+def describe_machine(world):
+    """What the figures were measured on."""
+    on_gpu = world.device.type == "cuda"
+    name = torch.cuda.get_device_name(world.device) if on_gpu else platform.processor()
+    return dict(device=name or platform.machine(), cores=os.cpu_count(), threads=torch.get_num_threads(),
+                torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
+                system=platform.system())
+
+
+def table_text(title, rows):
+    """Rows {name: {column: number or None}} as a Markdown table."""
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    print(f"\n{title}\n\n| | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
+    lines = [f"\n{title}\n", "| | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
     for name, row in rows.items():
-        print(f"| {name} | " + " | ".join("-" if row.get(c) is None else f"{row[c]:.4g}" for c in columns) + " |")
+        cells = ["-" if row.get(column) is None else f"{row[column]:.4g}" for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(argv=None):
     args = get_args(argv)
     world = runtime.start(args.device, args.threads)
     torch.manual_seed(0)
-    rows, notes = BENCHES[args.bench](args, world)
-    print(f"{args.bench}: {machine(world)['device']}, {world.device}, {torch.get_num_threads()} threads, torch {torch.__version__}; medians of {args.repeats}")
-    for title, table in (rows if args.bench == "gpu" else {args.bench: rows}).items():
-        show(title, table)
-    print("", *notes, sep="\n")
-    if args.out:
-        write(args, world, rows, notes)
+    found = {"rows": {}, "notes": []}
+
+    def report(rows, notes):
+        """Keep what there is: in `found`, and in the file."""
+        found.update(rows=rows, notes=notes)
+        if args.out:
+            record = dict(args=vars(args), hardware=describe_machine(world), notes=notes, rows=rows)
+            runtime.write_text(args.out, json.dumps(record, indent=1) + "\n")
+
+    stopped = False
+    try:
+        report(*BENCHES[args.bench](args, world, report))
+    except KeyboardInterrupt:
+        stopped = True
+    on = f"{describe_machine(world)['device']}, {world.device}, {torch.get_num_threads()} threads"
+    of = f"{args.repeats} repetitions{', stopped before that' * stopped}"
+    print(f"{args.bench}: {on}, torch {torch.__version__}; medians of {of}")
+    tables = found["rows"] if args.bench == "gpu" else {args.bench: found["rows"]}
+    for title, table in tables.items():
+        print(table_text(title, table))
+    print("", *found["notes"], sep="\n")
+    if stopped:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    runtime.run_script(main)

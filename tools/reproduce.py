@@ -99,8 +99,7 @@ def run(command_line, after=None):
     losses = [r["loss"] for r in rows if "loss" in r]
     last_quarter = losses[-(-3 * len(losses) // 4):] or losses[-1:]
     for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank",
-                "feature_norm", "alpha_eff", "frechet_vit", "frechet_floor", "information",
-                "shared_information", "teacher_entropy", "feature_std", "token_cosine"):
+                "feature_norm", "alpha_eff", "information", "shared_information", "teacher_entropy", "feature_std", "token_cosine"):
         if any(key in r for r in rows):
             record[key] = [r[key] for r in rows if key in r]
     return dict(
@@ -114,7 +113,8 @@ def measure(line, out, name):
     done = python(line, out)
     if done.returncode:
         raise RuntimeError(f"{line}\n{done.stderr}")
-    return json.loads(Path(out, f"{name}.json").read_text(encoding="utf-8"))["checkpoints"][0]
+    found = json.loads(Path(out, f"{name}.json").read_text(encoding="utf-8"))
+    return found.get("checkpoints", [found])[0]
 
 
 def quantize(out):
@@ -162,8 +162,9 @@ def probe(out, sets):
 def dense(out):
     """`probe` on emoji, then linear segmentation and TokenCut of the composites at 64 px, by layer, in
     %: what a checkpoint of train_dino.py goes through."""
-    seg, cut = (measure(f"probe.py {what} --ckpt {out} --data composites --img-size 64 --layers all",
-                        out, what) for what in ("seg", "tokencut"))
+    flags = f"--ckpt {out} --data composites --img-size 64 --layers all"
+    seg = measure(f"-m evals.segmentation linear {flags}", out, "seg")
+    cut = measure(f"-m evals.discovery {flags}", out, "tokencut")
     single, multi = ([100 * r["miou"] for r in seg["rows"] if (len(r["layers"]) > 1) == many]
                      for many in (False, True))
     return dict(
@@ -173,11 +174,20 @@ def dense(out):
                    corloc_whole=100 * cut["whole"]))
 
 
+def flow(out):
+    """The Frechet distance of 1,000 samples to the training images, on the features of our own judge;
+    then `probe` on digits."""
+    judge = f"--frechet {claims.JUDGE} --frechet-set train"
+    found = measure(f"-m evals.samples --ckpt {out} --count 1000 {judge}", out, "samples")
+    distances = {key: [found[key]] for key in ("frechet_vit", "frechet_floor")}
+    return dict(probe(out, [("mnist5k", "lbfgs")]), **distances)
+
+
 # What a final run's checkpoint goes through. The scenes have 7 groups and 81 subgroups.
 AFTER = {
     "train_lm.py": quantize,
     "train_mae.py": functools.partial(probe, sets=(("scenes", "lbfgs"), ("scenes-subgroups", "ridge"))),
-    "train_sit.py": functools.partial(probe, sets=(("mnist5k", "lbfgs"), )), "train_dino.py": dense,
+    "train_sit.py": flow, "train_dino.py": dense,
     "emoji": functools.partial(probe, sets=(("emoji", "lbfgs"), )), "four_bit": four_bit
 }
 
