@@ -509,6 +509,8 @@ def train_transform(data, img_size, augment="none", **overrides):
     augment: a key of AUGMENT; overrides: crop_scale (min, max) area or None, ratio, flip, randaugment
     (operations, magnitude 0..10) or None, erase (a probability). Only where data.flip allows it is there
     a flip."""
+    if augment not in AUGMENT:
+        raise BadInput(f"augment {augment!r} is unknown: use {', '.join(AUGMENT)}")
     how = AUGMENT[augment] | overrides
     if how["crop_scale"]:
         ratio = how["ratio"] or (1.0, 1.0)

@@ -6,7 +6,7 @@ Any run of train_vit.py, train_dino.py, train_mae.py or train_sit.py, several si
     python probe.py pca --ckpt out/dino-... --layers 3 6 9 12                 what patches have in common
     torchrun --nproc_per_node=8 probe.py layers --ckpt out/mae-... --data /path/to/imagenet --linear lars
 
-Skipless and decayed encoders know most in the middle, residual ones at the end.
+Skipless and decayed encoders peak in the middle.
 """
 import functools
 import hashlib
@@ -97,17 +97,14 @@ def pool_tokens(tokens, pool, prefix):
 
 
 @torch.no_grad()
-def layer_features(net, batches, device, pool="mean", world=None, dtype=torch.float32, t=None,
-                   final_norm=False):
-    """([features (n, D) of layer 0 (the embedding), 1, ..., L], labels (n,)), float32 on the CPU.
+def layer_features(net, batches, device, pool="mean", dtype=torch.float32, t=None, final_norm=False):
+    """[features (n, D) of layer 0 (the embedding), 1, ..., L], float32 on the CPU, of batches (x, y).
 
-    batches: of (x, y). world: gather the samples of all ranks, in the data set's order, where batches
-    are `data.eval_batches` of each rank. t: the time that SiT and UViT are told, with the null label.
-    final_norm: one more item, after the net's final norm."""
-    device, was_training = torch.device(device), net.training
+    t: the time that SiT and UViT are told, with the null label. final_norm: one more item, after the
+    net's final norm."""
+    device, was_training, layers = torch.device(device), net.training, []
     net.eval()
-    layers, labels = [], []
-    for x, y in batches:
+    for x, _ in batches:
         x = x.to(device, non_blocking=True)
         extra = []
         if t is not None:
@@ -122,12 +119,8 @@ def layer_features(net, batches, device, pool="mean", world=None, dtype=torch.fl
             elif final_norm and has_norm(net, "fc_norm"):        # a ViT may normalise after pooling
                 rows.append(net.fc_norm(rows[-1]).float())
         layers.append([row.cpu() for row in rows])
-        labels.append(y)
     net.train(was_training)
-    layers, labels = [torch.cat(layer) for layer in zip(*layers)], torch.cat(labels)
-    if world:
-        layers, labels = [gather_samples(x, world) for x in layers], gather_samples(labels, world)
-    return layers, labels
+    return [torch.cat(layer) for layer in zip(*layers)]
 
 
 def has_norm(net, name):
@@ -391,7 +384,7 @@ def cached_features(net, saved, images, transform, args, world, dtype):
     net.to(world.device)
     for split, part in (("train", images.train), ("val", images.val)):
         batches = data.eval_batches(part, transform, args.batch_size, *world[:2], args.workers)
-        found[split], _ = layer_features(net, batches, world.device, args.pool, None, dtype, t, True)
+        found[split] = layer_features(net, batches, world.device, args.pool, dtype, t, final_norm=True)
     net.cpu()                                           # several nets need not fit the device together
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -473,7 +466,9 @@ def layer_figure(records, linear, path):
         rows = record["layers"][:record["best"]["of"] + 1]
         k, style = str(record["best"]["k"]), dict(color=f"C{i % 10}", ms=3)
         left.plot([100 * r["knn"][k] for r in rows], "o-", label=f"{record['name']}: {k}-NN", **style)
-        left.plot([100 * r["linear"] for r in rows], "s--", label=f"{record['name']}: {linear}", **style)
+        if linear != "none":
+            line = [100 * r["linear"] for r in rows]
+            left.plot(line, "s--", label=f"{record['name']}: {linear}", **style)
         right.plot([r["effective_rank"] for r in rows], "o-", label=record["name"], **style)
     for axis, title in ((left, "validation accuracy, %"), (right, "effective rank, nats")):
         axis.set(xlabel="layer (0: embedding)", ylabel=title)
@@ -652,7 +647,8 @@ def get_args(argv=None):
     add = command.add_argument
     add_probe_flags(add, batch_size=256)
     add("--data", help=f"{', '.join(data.NAMES)}, or a folder; else each checkpoint's own")
-    add("--pool", choices=["mean", "patches", "token"], default="mean", help="mean of all tokens, ...")
+    add("--pool", choices=["mean", "patches", "token"], default="mean",
+        help="of the tokens: mean of all, mean of the patches, or the first one")
     add("--k", type=number(int, low=1), nargs="+", default=[10, 20, 100, 200], help="neighbours")
     add("--pixels", action="store_true", help="also k-NN of the images themselves, for small ones")
     add("--linear", choices=[*PROTOCOLS, "none"], default="lbfgs",

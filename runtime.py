@@ -389,7 +389,7 @@ def my_part(samples, rank, processes, micro_steps):
 UNTOUCHED = (
     "preset", "device", "dtype", "compile", "workers", "threads", "out", "resume", "allow_change",
     "wandb", "log_every", "eval_every", "save_every", "save_best", "keep_every", "micro_batch", "data",
-    "model", "alpha_eff", "knn_every", "knn_images", "samples", "sample_steps", "cfg_scale",
+    "model", "knn_every", "knn_images", "samples", "sample_steps", "cfg_scale",
     "sample", "sample_tokens", "prompt", "eval_tokens")
 CHANGEABLE = (
     "lr", "min_lr", "lr_schedule", "epochs", "steps", "warmup", "clip", "ema", "ema_warmup", "augment",

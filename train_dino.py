@@ -37,7 +37,7 @@ COMMON = dict(
     weight_decay=0.04, weight_decay_end=0.4,            # half a cosine from the one to the other
     clip=3.0,                               # each parameter's gradient by itself
     alpha=1.0, c=3.0,                       # constants of --init skipless, beside each preset's beta
-    global_scale=(0.4, 1.0), holdout=0.0, bad_images="stop",
+    global_scale=[0.4, 1.0], holdout=0.0, bad_images="stop",
 )
 PRESETS = {
     # 32 px emoji, 16 patches. Colour jitter, warm temperatures and 300 epochs are for large sets: here
@@ -46,12 +46,12 @@ PRESETS = {
     "laptop": dict(
         COMMON, data="emoji", size="nano", img_size=32, patch_size=8, pool="mean", drop_path=0.0,
         skipless_init="skipless", beta=4.0, epochs=6, batch_size=32, warmup=0.5,
-        local_size=16, local_crops=2, local_scale=(0.15, 0.4), color=0.0,
+        local_size=16, local_crops=2, local_scale=[0.15, 0.4], color=0.0,
         out_dim=256, hidden_dim=256, bottleneck_dim=64, norm_last_layer=True, freeze_last_layer=0.0,
         teacher_temp=0.04, teacher_temp_warmup=0.0, ema=0.98, min_lr=0.0,
         lr={"residual": {"adamw": 3e-3, "soap": 3e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
             "skipless": {"adamw": 3e-4, "soap": 1e-3, "kl-shampoo": 3e-4, "muon": 1e-3}},
-        betas=dict(adamw=(0.9, 0.999)),
+        betas=dict(adamw=[0.9, 0.999]),
         knn_every=1.0, knn_images=4096),    # k-NN by layer: epochs between, 0 is off; images in the bank
     # DINO's published ViT-S/16: batch 1024, lr 5e-4 * batch / 256, 10 of 300 epochs of warm-up, cosine
     # to 1e-6, teacher momentum .996 to 1, temperature .04 to .07 over 30 epochs, last layer frozen for
@@ -59,12 +59,12 @@ PRESETS = {
     "paper": dict(
         COMMON, data=None, size="small", img_size=224, patch_size=16, pool="token", drop_path=0.1,
         skipless_init="paper", beta=2.0, epochs=300, batch_size=1024, warmup=10.0,
-        local_size=96, local_crops=8, local_scale=(0.05, 0.4), color=0.8,
+        local_size=96, local_crops=8, local_scale=[0.05, 0.4], color=0.8,
         out_dim=65536, hidden_dim=2048, bottleneck_dim=256, norm_last_layer=False, freeze_last_layer=1.0,
         teacher_temp=0.07, teacher_temp_warmup=30.0, ema=0.996, min_lr=1e-6,
         lr={"residual": {"adamw": 2e-3, "soap": 1e-3, "kl-shampoo": 1e-3, "muon": 1e-3},
             "skipless": {"adamw": 2e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}},
-        betas=dict(adamw=(0.9, 0.999), soap=(0.9, 0.95)), knn_every=10.0, knn_images=20000, workers=8),
+        betas=dict(adamw=[0.9, 0.999], soap=[0.9, 0.95]), knn_every=10.0, knn_images=20000, workers=8),
 }
 
 

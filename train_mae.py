@@ -56,7 +56,7 @@ PRESETS = {
         decoder_heads=2, skipless_init="auto", epochs=4, batch_size=32, warmup=0.25, augment="none",
         lr={"residual": {"adamw": 1.5e-3, "soap": 5e-3, "kl-shampoo": 1e-3, "muon": 1.5e-3},
             "skipless": {"adamw": 1.5e-4, "soap": 5e-3, "kl-shampoo": 3e-4, "muon": 1e-3}},
-        betas=dict(adamw=(0.9, 0.95)),
+        betas=dict(adamw=[0.9, 0.95]),
         knn_every=2.0, knn_images=2048),    # k-NN by layer: epochs between, 0 is off; images in the bank
     # ViT-B/16, ImageNet-1k, as in the paper's code: batch 8192, lr 1.5e-4 * batch / 256, 40 of 800
     # epochs of warm-up, AdamW (.9, .95), crops of .2 to 1 and flips. alpha_min .6 is the paper's table;
@@ -66,7 +66,7 @@ PRESETS = {
         decoder_heads=16, skipless_init="paper", epochs=800, batch_size=8192, warmup=40.0, augment="mae",
         lr={"residual": {"adamw": 4.8e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3},
             "skipless": {"adamw": 1e-3, "soap": 1e-3, "kl-shampoo": 5e-4, "muon": 1e-3}},
-        betas=dict(adamw=(0.9, 0.95), soap=(0.9, 0.95)), knn_every=40.0, knn_images=20000, workers=8),
+        betas=dict(adamw=[0.9, 0.95], soap=[0.9, 0.95]), knn_every=40.0, knn_images=20000, workers=8),
 }
 
 
@@ -222,10 +222,10 @@ def save_reconstructions(model, images, transform, noise, args, run, count=8):
     masked, filled = model.reconstruct(x, args.mask_ratio, noise[index].to(run.device))
     mean, std = (torch.tensor(v, device=x.device)[:, None, None] for v in (images.mean, images.std))
     pixels = (torch.cat([x, masked, filled]) * std + mean).clamp(0, 1)
-    sheet = make_grid(pixels, nrow=len(index), padding=1, pad_value=1).cpu()
+    sheet = make_grid(pixels, nrow=len(index), padding=1, pad_value=1).cpu().numpy()
     plt = runtime.pyplot()
     figure, axis = plt.subplots(figsize=(len(index) + 1, 3.2), constrained_layout=True)
-    axis.imshow(sheet.permute(1, 2, 0), interpolation="nearest")
+    axis.imshow(sheet.transpose(1, 2, 0), interpolation="nearest")
     row = x.shape[-1] + 1
     axis.set_yticks([row / 2, 1.5 * row, 2.5 * row], ["original", "masked", "reconstructed"])
     axis.set_xticks([])

@@ -309,7 +309,7 @@ def main():
 if __name__ == "__main__":
     main()
 """, encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, script], capture_output=True, encoding="utf-8", timeout=100)
     assert done.stdout.strip() == "equal", done.stderr
 
 

@@ -111,7 +111,7 @@ def test_another_command_is_refused_and_fresh_starts_over(tmp_path, capsys):
     other.write_text("more\n", encoding="utf-8")
     with pytest.raises(BadInput, match="b.txt' is new, changed or gone since"):
         prepare(other, *command)
-    with source.open("a") as f:
+    with source.open("a", encoding="utf-8") as f:
         f.write("and more")
     with pytest.raises(BadInput, match="a.txt' is new, changed or gone since"):
         prepare(*command)

@@ -738,8 +738,8 @@ def test_wrong_input_in_one_sentence(tmp_path, corpus, capsys):
     burst = tiny()
     burst.blocks[1].mlp.fc1.weight.data[0, 0] = math.nan
     burst = checkpoint(tmp_path / "burst", corpus, burst)
-    for flags, message in [((tmp_path / "none.pt",), "none.pt is not a checkpoint file"),
-                           ((tmp_path,), "is not a checkpoint file"),
+    for flags, message in [((tmp_path / "none.pt",), "none.pt is no checkpoint"),
+                           ((tmp_path,), "is no checkpoint"),
                            ((tmp_path / "broken.pt",), "is not a whole checkpoint"),
                            ((good, vit), "holds no language model"), ((other,), "does not fit model.LM"),
                            ((strange,), "does not fit model.LM"), ((digest,), "another vocabulary"),

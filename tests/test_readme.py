@@ -118,9 +118,9 @@ load_once = functools.cache(data.load_images)                    # the same few 
 @pytest.mark.parametrize("script, flags", RUN, ids=lambda c: c if isinstance(c, str) else " ".join(c))
 def test_the_training_commands_run(script, flags, tmp_path, capsys, monkeypatch):
     """All but those of a preset, shortened. What probe.py, quantize.py, bench.py, init.py and prepare.py do is run by the tests that bear their names."""
-    short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--eval-tokens", "2048", "--sample-tokens", "5"],
-             "train_mae.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"], "train_sit.py": ["--steps", "2", "--samples", "4", "--sample-steps", "2"],
-             "train_dino.py": ["--epochs", "0.03", "--knn-images", "64", "--holdout", "0.05"]}[script]
+    short = {"train_vit.py": ["--epochs", "0.05"], "train_lm.py": ["--steps", "2", "--set", "eval_tokens=2048", "sample_tokens=5"],
+             "train_mae.py": ["--epochs", "0.03", "--set", "knn_images=64", "holdout=0.05"], "train_sit.py": ["--steps", "2", "--set", "samples=4", "sample_steps=2"],
+             "train_dino.py": ["--epochs", "0.03", "--set", "knn_images=64", "holdout=0.05"]}[script]
     monkeypatch.setattr(data, "load_images", load_once)
     TRAIN[script].main([*flags, *short, "--warmup", "0", "--out", str(tmp_path), "--threads", "1"])
     last = {"train_vit.py": r"^val top-1 \d+\.\d %$", "train_dino.py": r"^val k-NN \d+\.\d %$"}
@@ -138,20 +138,21 @@ def at_scale(tmp_path_factory):
             pixels = draw.integers(0, 255, (13, 15, 3), dtype=np.uint8)
             Image.fromarray(pixels).resize((300, 260)).save(folder / "imagenet" / split / label / f"{i}.jpeg")
     (folder / "corpus").mkdir()
-    (folder / "corpus" / "a.txt").write_text((ROOT / "data" / "shakespeare_1mb.txt").read_text(encoding="utf-8")[:80_000])
+    text = (ROOT / "data" / "shakespeare_1mb.txt").read_text(encoding="utf-8")[:80_000]
+    (folder / "corpus" / "a.txt").write_text(text, encoding="utf-8")
     prepare_text.main([str(folder / "corpus"), "--out", str(folder / "shards"), "--tokenizer", "gpt2-32k", "--val", "0.3"])
     (folder / "latents").mkdir()
     for name in ("", "val_"):
         np.save(folder / "latents" / f"{name}latents.npy", draw.standard_normal((4, 4, 32, 32), dtype=np.float32))
         np.save(folder / "latents" / f"{name}labels.npy", np.arange(4) % 2)
     train_mae.main(["--preset", "paper", "--data", str(folder / "imagenet"), *SMALL["train_mae.py"], "--out", str(folder / "mae")])
-    return {"/path/to/imagenet": folder / "imagenet", "data/fineweb-edu": folder / "shards", "data/latents": folder / "latents", "out/mae-base-decayed0.6-adamw-seed0/ckpt.pt": folder / "mae" / "ckpt.pt"}
+    return {"/path/to/imagenet": folder / "imagenet", "data/fineweb-edu": folder / "shards", "data/latents": folder / "latents", "out/mae": folder / "mae"}
 
 
-TINY = ["--size", "tiny", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--epochs", "1", "--warmup", "0", "--workers", "1", "--threads", "1", "--device", "cpu"]
-SMALL = {"train_vit.py": TINY, "train_dino.py": [*TINY, "--out-dim", "64"], "train_mae.py": [*TINY, "--decoder-depth", "1"],
-         "train_lm.py": ["--embed-dim", "96", "--num-heads", "2", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--steps", "2", "--warmup", "0", "--eval-tokens", "1024", "--threads", "1", "--device", "cpu"],
-         "train_sit.py": ["--size", "nano", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--steps", "2", "--warmup", "0", "--workers", "1", "--threads", "1", "--device", "cpu"]}
+TINY = ["--size", "tiny", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--epochs", "1", "--warmup", "0", "--threads", "1", "--device", "cpu", "--set", "workers=1"]
+SMALL = {"train_vit.py": TINY, "train_dino.py": [*TINY, "out_dim=64"], "train_mae.py": [*TINY, "decoder_depth=1"],
+         "train_lm.py": ["--embed-dim", "96", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--steps", "2", "--warmup", "0", "--threads", "1", "--device", "cpu", "--set", "eval_tokens=1024", "num_heads=2"],
+         "train_sit.py": ["--size", "nano", "--depth", "2", "--batch-size", "4", "--micro-batch", "2", "--steps", "2", "--warmup", "0", "--threads", "1", "--device", "cpu", "--set", "workers=1"]}
 SCALED = dict.fromkeys((script, tuple(flags)) for script, flags in SCRIPTS if script in TRAIN and "--preset" in flags and not {"--vae", "--sample"} & set(flags))
 
 

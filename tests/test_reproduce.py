@@ -299,13 +299,13 @@ def test_decayed_language_models_are_judged_where_they_learned():
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"runs": 3}', '{"runs": []}'])
 def test_a_damaged_record_is_named(tmp_path, content, capsys):
-    (tmp_path / "table1.json").write_text(content)
+    (tmp_path / "table1.json").write_text(content, encoding="utf-8")
     with pytest.raises(runtime.BadInput, match="table1.json is damaged: .* delete it"):
         reproduce.main(["table1", "--list", "--results", str(tmp_path)])
 
 
 def test_results_that_cannot_be_a_folder(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(runtime.BadInput, match="--results .*file cannot be made a folder to write in"):
         reproduce.main(["table1", "--results", str(tmp_path / "file")])
 
@@ -323,7 +323,7 @@ def test_a_terminated_reproduction_takes_its_runs_along(tmp_path):
     code = (f"import sys, threading, signal; sys.path.insert(0, {str(ROOT)!r}); from tools import reproduce; signal.signal(signal.SIGTERM, reproduce.end_children)\n"
             "threading.Thread(target=reproduce.python, args=('-c import(time).sleep(60)', 'x')).start()\n")
     code = code.replace("'-c import(time).sleep(60)'", f"{str(tmp_path / 'sleep.py')!r}") + "import time; time.sleep(60)\n"
-    (tmp_path / "sleep.py").write_text(f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)")
+    (tmp_path / "sleep.py").write_text(f"import os, pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)", encoding="utf-8")
     parent = subprocess.Popen([sys.executable, "-c", code])
     for _ in range(600):
         if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(encoding="utf-8"):
@@ -466,7 +466,7 @@ def test_tables_show_all_seeds_whatever_is_asked_for(tmp_path, capsys, monkeypat
 @pytest.mark.parametrize("name", ["init.json", "pixels.json"])
 def test_other_records_that_are_damaged_are_named(name, tmp_path):
     for content in ("", "{}", "[]", "3"):
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_text(content, encoding="utf-8")
         with pytest.raises(BadInput, match=f"{name} is damaged: .* delete it"):
             reproduce.main(["claims", "--results", str(tmp_path)])
 

@@ -70,7 +70,7 @@ def copied(finished, tmp_path):
 def test_what_a_run_leaves(finished):
     """The five files; train and eval lines with the agreed keys; a checkpoint whose args alone rebuild student and teacher."""
     assert sorted(contents(finished)) == ["args.json", "ckpt.pt", "curve.png", "log.jsonl", "pca.png"]
-    lines = [json.loads(line) for line in (finished / "log.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (finished / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     train_lines, eval_lines = [r for r in lines if "loss" in r], [r for r in lines if "val_loss" in r]
     assert len(train_lines) + len(eval_lines) == len(lines)
     assert all(r.keys() == {"step", "epoch", "loss", "lr", "grad_norm", "images_per_s"} for r in train_lines)
@@ -80,7 +80,7 @@ def test_what_a_run_leaves(finished):
     assert all(r["shared_information"] == pytest.approx(r["information"] + r["teacher_entropy"] - r["val_loss"]) for r in eval_lines)
     saved = load(finished)
     assert set(saved) == {"model", "ema", "optimizer", "step", "best", "rng", "args"} and saved["step"] == 8 and saved["best"] == eval_lines[1]["val_knn_best"]
-    assert saved["args"] == json.loads((finished / "args.json").read_text()) and saved["args"]["kind"] == "dino"
+    assert saved["args"] == json.loads((finished / "args.json").read_text(encoding="utf-8")) and saved["args"]["kind"] == "dino"
     for part in ("model", "ema"):
         DINO(saved["args"]["head"], **saved["args"]["model"]).load_state_dict(saved[part])
     assert not saved["model"]["center"].any() and saved["ema"]["center"].all()

@@ -138,9 +138,10 @@ def contents(folder):
 # -------------------------------------------------------------------------------------------------------
 # interrupted and resumed
 
-LONG = ["--epochs", "2.4", "--batch-size", "32", "--opt", "soap", *SKIPLESS, "--ema", ".9",
+EPOCHS = os.environ.get("EPOCHS", "1.2")
+LONG = ["--epochs", EPOCHS, "--batch-size", "32", "--opt", "soap", *SKIPLESS, "--ema", ".9",
         "--eval-every", "9", "--set", "augment=light", "mixup=0.2"]
-KILLS = int(os.environ.get("KILLS", 6))
+KILLS = int(os.environ.get("KILLS", 5))
 
 
 def steps_said(output):
@@ -162,7 +163,7 @@ def test_killed_at_random_moments_equals_never_killed(tmp_path):
 
     A SIGTERM saves on both; a rank whose neighbour is dead ends within seconds; the checkpoint always
     loads; and the run that comes out is the uninterrupted one to the bit: weights, averages, SOAP's
-    state, log. Augmentation and MixUp make the random numbers matter. KILLS=20 asks for more of them."""
+    state, log. Augmentation and MixUp make the random numbers matter. KILLS=20 EPOCHS=5 asks for more."""
     flags = [*LONG, "--save-every", "4", "--set", "log_every=3"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert launch_ranks(2, script, command(whole, *flags), folder=tmp_path)[0] == [0, 0]
@@ -171,7 +172,7 @@ def test_killed_at_random_moments_equals_never_killed(tmp_path):
     for kill in range(KILLS):
         processes, outputs = start_ranks(2, script, command(killed, *flags), folder=tmp_path)
         if rng.random() < 0.85:                             # else while it starts
-            wait_for_step(processes, outputs, min(step + rng.randrange(1, 12), 108))
+            wait_for_step(processes, outputs, step + rng.randrange(1, 12))
         time.sleep(rng.uniform(0, 0.1))
         training, victim = steps_said(outputs[0]) > 0, processes[rng.randrange(2)]
         number = rng.choice([signal.SIGTERM, signal.SIGKILL])
@@ -188,12 +189,12 @@ def test_killed_at_random_moments_equals_never_killed(tmp_path):
             before, step = step, runtime.load_checkpoint(killed / "ckpt.pt")["step"]
             assert step >= before
             assert {p.name for p in killed.iterdir()} <= names
-        if step == 108:
+        if step == rows(whole)[-1]["step"]:
             break
     codes, texts = launch_ranks(2, script, command(killed, *flags), folder=tmp_path)
     assert codes == [0, 0], texts
     assert_same_run(whole, killed)
-    assert rows(whole)[-1]["step"] == load(whole)["step"] == 108
+    assert rows(whole)[-1]["step"] == load(whole)["step"]
     assert not list(killed.glob("*.tmp"))
 
 
