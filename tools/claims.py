@@ -327,6 +327,19 @@ TABLES["four-bit"] = dict(
         dict(name="skipless, SOAP", flags=FREE, opt="soap", lrs=[3e-3])
     ])
 
+# Beyond the papers: weights kept orthogonal through training, not only at the start (orthogonal.py).
+# The free nets and the residual ones are those of "lm" and "table1".
+TABLES["orthogonal"] = dict(
+    title="Paper 2's network with all block matrices kept orthogonal through training",
+    script="train_lm.py", search=TABLES["lm"]["search"], final=TABLES["lm"]["final"], minutes=3, cells=[
+        dict(name="skipless, orthogonal, SOAP", opt="soap", lrs=[1e-3, 3e-3, 9e-3],
+             flags="--shortcut skipless --init auto --orthogonal all --set joint_heads=true")])
+TABLES["orthogonal-vit"] = dict(
+    title="Paper 1's network with V, O and the MLP kept orthogonal through training, top-1 %",
+    script="train_vit.py", search="--set holdout=0.2 --epochs 5", final="", minutes=2.5, cells=[
+        dict(name="skipless, auto init, orthogonal, SOAP", paper=None, opt="soap",
+             lrs=[1e-3, 3e-3, 9e-3], flags="--shortcut skipless --init auto --orthogonal vo-mlp")])
+
 # What decides: the record's entry that the lr search compares, that the table shows, and its sign where
 # less is better; a worse score than `useless` is no progress. A language model is searched on the loss
 # of its last quarter of training, since batches of the first epoch are new to it.
@@ -966,6 +979,18 @@ CLAIMS = [
         Order("four-bit",
               (four_bits("channel, token, gptq", "W4A8"), four_bits("channel, token, gptq", "W4A4")),
               (("residual, SOAP", "skipless, SOAP"), ))),
+    # Written on 2026-12-01, before the runs.
+    Claim("b-orthogonal", "beyond",
+          "Weights kept orthogonal through training lower the skipless language model's loss (ours)",
+          Order("orthogonal", (LOSS,), (("lm | skipless, SOAP", "skipless, orthogonal, SOAP"),))),
+    Claim("b-orthogonal-gap", "beyond",
+          "... to that of the residual net under the same optimizer (open in paper 2)",
+          Order("orthogonal", (LOSS,), (("lm | residual, SOAP", "skipless, orthogonal, SOAP"),), no_less),
+          headline=True),
+    Claim("b-orthogonal-vit", "beyond",
+          "Values, outputs and MLPs kept orthogonal raise the skipless ViT's accuracy under SOAP (ours)",
+          Order("orthogonal-vit", (TOP1,), (("skipless, auto init, orthogonal, SOAP",
+                                             "table1 | skipless, auto init, SOAP"),))),
 ]
 
 

@@ -18,6 +18,8 @@ they print, and judges.
         lm-beyond        27  beyond: decayed shortcuts and paper 1's init in paper 2's network
         four-bit         14  beyond: 4-bit weights, coarse and fine scales, GPTQ
         lm-gap           26  beyond: what moves the skipless language model's loss
+        orthogonal       13  beyond: weights kept orthogonal through training, language model
+        orthogonal-vit    7  beyond: the same for the ViT
         augmented        15  beyond: Table 1's best cells with crops
         depth 10, targets 9, tiny 8    beyond: the rule that chooses the constants
     python -m tools.reproduce claims         no run: the verdicts anew, from what is recorded
@@ -99,7 +101,8 @@ def run(command_line, after=None):
     losses = [r["loss"] for r in rows if "loss" in r]
     last_quarter = losses[-(-3 * len(losses) // 4):] or losses[-1:]
     for key in ("val_loss", "val_top1", "kurtosis_max", "isometry_drift", "val_knn", "effective_rank",
-                "feature_norm", "alpha_eff", "information", "shared_information", "teacher_entropy", "feature_std", "token_cosine"):
+                "feature_norm", "alpha_eff", "information", "shared_information", "teacher_entropy",
+                "feature_std", "token_cosine"):
         if any(key in r for r in rows):
             record[key] = [r[key] for r in rows if key in r]
     return dict(
