@@ -26,14 +26,15 @@ SIZES = {                                                       # parameters at 
     "large": dict(embed_dim=1024, depth=24, num_heads=16),      # 304 M
 }
 
-activation = F.gelu     # of every MLP but SiT's; train scripts hand it to the rule behind --init auto
+activation = F.gelu     # of every MLP but SiT's (tanh-GELU); --init auto reads it off the net
 
 
 # -------------------------------------------------------------------------------------------------------
 # shortcuts
 
 # (depth, alpha_min) -> alphas: for each block a pair of weights, the attention's and the MLP's. A weight
-# is a, for a x + f(x), or (a, g), for a x + g f(x). A number is fixed, an nn.Parameter is learned.
+# is a, for a x + f(x), or (a, g), for a x + g f(x). A number is fixed, an nn.Parameter is learned;
+# make a new one for every weight, since [pair] * depth would share it.
 SHORTCUTS = {
     "residual": lambda depth, alpha_min: [(1.0, 1.0)] * depth,
     "skipless": lambda depth, alpha_min: [(0.0, 0.0)] * depth,

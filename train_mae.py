@@ -74,10 +74,11 @@ def ablated(name, alphas):
     """Shortcut weights, one pair (attention, MLP) per block, as an ablation of paper 3 changes them.
 
     A weight a is a x + f(x), weights [a, g] are a x + g f(x). Raises BadInput for an unknown name."""
+    if name == "linear":
+        return [list(pair) for pair in alphas]
     depth, last, half = len(alphas), alphas[-1][1], math.sqrt(.5)
     fall = [(1 - math.cos(math.pi * (i / (2 * depth - 1)))) / 2 for i in range(2 * depth)]
     lists = {
-        "linear": alphas,
         "cosine": pair_up([1 - t * (1 - last) for t in fall]),
         "per-layer": [(1 - (1 - last) * layer / depth, 1.0) for layer in range(1, depth + 1)],
         "attention-only": [(a, 1.0) for a, _ in alphas],
@@ -87,7 +88,7 @@ def ablated(name, alphas):
         "learned": alphas,                                       # where `learnable` parameters start
     }
     if name not in lists:
-        raise BadInput(f"--set alphas={name} is unknown: use one of {', '.join(lists)}")
+        raise BadInput(f"--set alphas={name} is unknown: use linear, {', '.join(lists)}")
     return [list(pair) for pair in lists[name]]
 
 
