@@ -570,7 +570,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Of a copy or a checkpoint. Options that an older checkpoint lacks get their defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
-            for key in self.defaults.keys() - {"differentiable"}:       # which torch adds to the defaults
+            for key in self.defaults.keys() - {"differentiable"}:    # which torch adds
                 group.setdefault(key, self.defaults[key])
         self.assign_ranks_and_phases()
 

@@ -35,7 +35,7 @@ def retract(x: Tensor, steps: int = 2) -> Tensor:
     All steps are done on the Gram matrix of the short side: P_i = 1.5 I - .5 G_i, G_(i+1) = P_i G_i P_i,
     and x is multiplied once by the product of the P_i. Before, x is divided by
     sqrt(max(1, (1 + |G - I|_F) / 2)), so that no singular value leaves the basin of sqrt(3); the
-    divisor is 1 where |G - I|_F < 1. Flops: 4 r^2 c + 6 (steps - 1) r^3, r the short side, c the long."""
+    divisor is 1 where |G - I|_F < 1. Flops: 4 r^2 c + 6 (steps - 1) r^3, r short, c long."""
     tall = x.shape[-2] > x.shape[-1]
     y = x.mT if tall else x
     identity = torch.eye(y.shape[-2], dtype=y.dtype, device=y.device)

@@ -216,7 +216,8 @@ def evaluate_only(args):
     raw, _, _ = build_model(args, images)
     checkpoint = runtime.read_checkpoint(args.eval, "--eval", EVAL_REMEDY)
     if data.facts(images)["classes"] != args.classes or images.in_chans != args.in_chans:
-        raise BadInput(f"--data {args.data} has {len(images.classes)} classes, {images.in_chans} channels, "
+        raise BadInput(f"--data {args.data} has {len(images.classes)} classes, "
+                       f"{images.in_chans} channels, "
                        f"and --eval {args.eval} {args.classes}, {args.in_chans}: give data like its own")
     raw.load_state_dict(checkpoint["ema"] or checkpoint["model"])
     raw.to(run.device)
