@@ -221,7 +221,6 @@ def evaluate_only(args):
                        f"and --eval {args.eval} {args.classes}, {args.in_chans}: give data like its own")
     raw.load_state_dict(checkpoint["ema"] or checkpoint["model"])
     raw.to(run.device)
-    constraint = orthogonal.constrain(raw.blocks, args)
     loss, top1, top5 = evaluate(raw, images, data.eval_transform(images, args.img_size), args, run)
     run.say(f"{args.eval}, step {checkpoint['step']}: val loss {loss:.4f}, top-1 {top1:.1f} %, "
             f"top-5 {top5:.1f} %")
@@ -243,6 +242,7 @@ def main(argv=None):
     if args.finetune and not run.saved:
         line = load_encoder(raw, args.finetune)
     raw.to(run.device)
+    constraint = orthogonal.constrain(raw.blocks, args)
     ema = copy.deepcopy(raw).requires_grad_(False) if args.ema else None
     optimizer = optim.build_optimizer(raw, args.opt, args.lr, args.weight_decay, args.layer_decay,
                                       constraint=constraint, **runtime.optimizer_options(args))
