@@ -458,17 +458,14 @@ def check_resume(path, then, now):
     """Compare a checkpoint's values with this command's, two dicts. Returns {key: (then, now)}.
 
     Raises BadInput, naming the key and both values, for a change that is not allowed."""
-    changes = {key: (then[key], now[key]) for key in now if then.get(key, now[key]) != now[key]}
-    changes = {key: pair for key, pair in changes.items() if key not in UNTOUCHED}
+    pairs = {key: (then.get(key, new), new) for key, new in now.items() if key not in UNTOUCHED}
+    changes = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     for key, (old, new) in changes.items():
-        ways = ["pass the old value", "--fresh to start over", "another --out"]
-        if key in CHANGEABLE and now["allow_change"]:
-            continue
-        if key in CHANGEABLE:
-            ways.append("--allow-change to go on with the new one")
-        where = f" by --data {now['data']}" if key in FACTS else ""
-        raise BadInput(f"{path} was trained with {key}={old}, and you ask for {key}={new}{where}: "
-                       f"{', '.join(ways[:-1])}, or {ways[-1]}")
+        if not (key in CHANGEABLE and now["allow_change"]):
+            where = f" by --data {now['data']}" * (key in FACTS)
+            remedy = ", or --allow-change to go on with the new one" * (key in CHANGEABLE)
+            raise BadInput(f"{path} was trained with {key}={old}, and you ask for {key}={new}{where}: "
+                           f"pass the old value, --fresh to start over, another --out{remedy}")
     return changes
 
 

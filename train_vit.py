@@ -14,7 +14,7 @@ Fine-tuning of an encoder that train_mae.py, train_dino.py or this script traine
     torchrun --nproc_per_node=8 train_vit.py --preset finetune --finetune out/mae --data IMAGENET
 
 The figures of a trained net on any data of its classes:
-    python train_vit.py --eval out/vit --data IMAGENET
+    python train_vit.py --set eval_only=out/vit --data IMAGENET
 """
 import copy
 
@@ -40,6 +40,7 @@ COMMON = dict(
     alpha_qk=3.0, alpha_vo=3.0, alpha_u=1.5, alpha_d=1.5,       # of --init residual-free (paper 2)
     layer_decay=1.0,                        # lr of a layer as a share of the next one's; 1 is off
     holdout=0.0,                            # validate on this share of the training set
+    eval_only="",                           # a run of this script: print its figures, train nothing
     augment="none", mixup=0.0, cutmix=0.0, label_smoothing=0.0, bad_images="stop",
 )
 PRESETS = {
@@ -71,7 +72,6 @@ PRESETS = {
         betas={"soap": (0.9, 0.95)}, weight_decay=0.05, layer_decay=0.65, drop_path=0.1, clip=0.0,
         augment="strong", mixup=0.8, cutmix=1.0, label_smoothing=0.1, workers=8),
 }
-EVAL_REMEDY = "give a run of train_vit.py"
 
 
 def get_args(argv=None):
@@ -88,14 +88,13 @@ def get_args(argv=None):
              f"preset's; default: std .02. Else {preset['skipless_init']} if skipless, default if not")
     add("--finetune", metavar="CKPT", help="start from the encoder of this run: its size, patches and "
                                            "shortcuts; its data and image size too, unless given")
-    add("--eval", metavar="CKPT", help="only evaluate the net of this run of train_vit.py")
     runtime.add_optimizer_flags(parser, optim.OPTIMIZERS)
     add = parser.add_argument_group("data").add_argument
     add("--data", help=f"{', '.join(data.NAMES)}, or a folder with train/<class>/ and val/<class>/")
     runtime.add_run_flags(parser)
     args, given = runtime.read_flags(parser, preset, argv, "vit", lead=("size", "shortcut", "opt"))
 
-    if args.eval:
+    if args.eval_only:
         return adopt_run(args, given)
     args.alpha_min, args.alphas, args.learned = runtime.last_weight(args), None, False
     args.depth = args.depth or SIZES[args.size]["depth"]
@@ -114,10 +113,8 @@ def get_args(argv=None):
 
 
 def adopt_run(args, given):
-    """--eval: what a run was trained with, apart from what is given now. Returns args."""
-    made = runtime.read_checkpoint(args.eval, "--eval", EVAL_REMEDY)["args"]
-    if made["kind"] != "vit":
-        raise BadInput(f"--eval {args.eval} holds another kind of model ({made['kind']}): {EVAL_REMEDY}")
+    """eval_only: what that run was trained with, apart from what is given now. Returns args."""
+    made = read_encoder(args.eval_only, "--set eval_only", ["vit"])["args"]
     for key, value in made.items():
         if key not in given and (key == "data" or key not in runtime.UNTOUCHED):
             setattr(args, key, value)
@@ -139,13 +136,13 @@ def adopt_encoder(args, given):
         setattr(args, key, options[key])
 
 
-def read_encoder(path):
+def read_encoder(path, flag="--finetune", kinds=("mae", "dino", "vit")):
     """The checkpoint of an encoder of images. Raises BadInput for any other file."""
-    remedy = "give a run of train_mae.py, train_dino.py or train_vit.py"
-    checkpoint = runtime.read_checkpoint(path, "--finetune", remedy)
+    remedy = f"give a run of {', '.join(f'train_{kind}.py' for kind in kinds)}"
+    checkpoint = runtime.read_checkpoint(path, flag, remedy)
     kind = checkpoint["args"]["kind"]
-    if kind not in ("mae", "dino", "vit"):
-        raise BadInput(f"--finetune {path} holds another kind of model ({kind}): {remedy}")
+    if kind not in kinds:
+        raise BadInput(f"{flag} {path} holds another kind of model ({kind}): {remedy}")
     return checkpoint
 
 
@@ -210,25 +207,26 @@ def evaluate(model, images, transform, args, run):
 
 
 def evaluate_only(args):
-    """--eval: print the figures of a trained net on the validation set of --data; write nothing."""
+    """Print the figures of a trained net on the validation set of --data; write nothing."""
     run = runtime.open_run(args, "vit")
     images = data.load_images(args.data, args.holdout, args.seed, args.bad_images)
+    facts = data.facts(images)
+    for key in ("classes", "in_chans"):
+        if facts[key] != getattr(args, key):
+            raise BadInput(f"--data {args.data} has {key} {facts[key]}, but {args.eval_only} was "
+                           f"trained with {getattr(args, key)}: give data like its own")
     raw, _, _ = build_model(args, images)
-    checkpoint = runtime.read_checkpoint(args.eval, "--eval", EVAL_REMEDY)
-    if data.facts(images)["classes"] != args.classes or images.in_chans != args.in_chans:
-        raise BadInput(f"--data {args.data} has {len(images.classes)} classes, "
-                       f"{images.in_chans} channels, "
-                       f"and --eval {args.eval} {args.classes}, {args.in_chans}: give data like its own")
+    checkpoint = read_encoder(args.eval_only)
     raw.load_state_dict(checkpoint["ema"] or checkpoint["model"])
     raw.to(run.device)
     loss, top1, top5 = evaluate(raw, images, data.eval_transform(images, args.img_size), args, run)
-    run.say(f"{args.eval}, step {checkpoint['step']}: val loss {loss:.4f}, top-1 {top1:.1f} %, "
+    run.say(f"{args.eval_only}, step {checkpoint['step']}: val loss {loss:.4f}, top-1 {top1:.1f} %, "
             f"top-5 {top5:.1f} %")
 
 
 def main(argv=None):
     args = get_args(argv)
-    if args.eval:
+    if args.eval_only:
         return evaluate_only(args)
     run = runtime.open_run(args, "vit", best=("val_top1", max))
 

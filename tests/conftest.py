@@ -1,4 +1,4 @@
-"""Tests import the root's files and run on one thread: timings and rounding do not depend on the machine."""
+"""Tests import the root's files, and run on one thread: rounding is the same on every machine."""
 import signal
 import sys
 from pathlib import Path

@@ -163,7 +163,7 @@ def test_killed_at_random_moments_equals_never_killed(tmp_path):
 
     A SIGTERM saves on both; a rank whose neighbour is dead ends within seconds; the checkpoint always
     loads; and the run that comes out is the uninterrupted one to the bit: weights, averages, SOAP's
-    state, log. Augmentation and MixUp make the random numbers matter. KILLS=20 EPOCHS=5 asks for more."""
+    state, log. Augmentation and MixUp make the random numbers matter. KILLS=20 EPOCHS=6: more."""
     flags = [*LONG, "--save-every", "4", "--set", "log_every=3"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert launch_ranks(2, script, command(whole, *flags), folder=tmp_path)[0] == [0, 0]
@@ -225,13 +225,12 @@ def test_a_signal_ends_the_step_and_saves(tmp_path, n):
 def slow(argv):
     """A run whose step takes half a minute."""
     runtime.Run.share = lambda run, samples: time.sleep(30)
-    Path(argv[-1]).touch()
-    script(argv[:-1])
+    script(argv)
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     """And nothing is saved, as the step is not over; one that comes twice in a moment counts once."""
-    process = launch(slow, [*command(tmp_path / "run"), str(tmp_path / "begun")], output=tmp_path / "text")
+    process = launch(slow, command(tmp_path / "run"), output=tmp_path / "text")
     while not (tmp_path / "run" / "args.json").exists():
         time.sleep(0.02)
     time.sleep(1)
@@ -266,7 +265,8 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     """No file may grow above 250 kB: the save fails, names --out, and leaves no half of a checkpoint."""
     ran = run_script(*command(tmp_path / "run", "--epochs", ".1"), limit="ulimit -f 500")
     assert ran.returncode == 2, ran.stderr
-    assert ran.stderr.count("\n") == 1 and "ckpt.pt cannot be written" in ran.stderr and "--out" in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert "ckpt.pt cannot be written" in ran.stderr and "--out" in ran.stderr
     assert sorted(contents(tmp_path / "run")) == ["args.json", "log.jsonl"]
 
 
@@ -327,7 +327,7 @@ def test_fresh_starts_over_at_once(copied, tmp_path):
 
 
 def test_finished_run_says_its_figure_again(copied, capsys):
-    """Started once more it trains nothing, changes neither log nor weights, and ends with the same lines."""
+    """Started once more it trains nothing, changes neither log nor weights, says the same."""
     before = contents(copied)
     train(copied, *FINISHED)
     said = capsys.readouterr().out
@@ -450,17 +450,19 @@ def test_two_processes_equal_one_in_float32(tmp_path):
 
 def test_the_command_of_the_first_page_on_eight_processes(tmp_path):
     """100 samples on 8 processes. Fewer samples than processes is the one thing that is refused."""
-    argv = ["--skipless", "--opt", "soap", "--epochs", ".05", "--threads", "1", "--out", str(tmp_path / "a")]
+    argv = ["--skipless", "--opt", "soap", "--epochs", ".05", "--threads", "1", "--out",
+            str(tmp_path / "a")]
     codes, outputs = launch_ranks(8, script, argv, folder=tmp_path, timeout=180)
     assert codes == [0] * 8, outputs
     assert "100 over 8 process(es)" in outputs[0] and "val top-1" in outputs[0].splitlines()[-1]
-    codes, outputs = launch_ranks(2, script, command(tmp_path / "b", "--batch-size", "1"), folder=tmp_path)
+    argv = command(tmp_path / "b", "--batch-size", "1")
+    codes, outputs = launch_ranks(2, script, argv, folder=tmp_path)
     assert codes[0] == 2 and "--batch-size 1 is less than one sample for each" in outputs[0]
     assert not (tmp_path / "b").exists()
 
 
 def test_resume_on_another_number_of_processes(tmp_path, alone):
-    """A checkpoint does not know how many processes wrote it: on one, two and one again, the same run."""
+    """A checkpoint does not know how many processes wrote it: on one, two and one again."""
     start, whole = alone("soap")
     out = Path(shutil.copytree(start, tmp_path / "run"))
     argv = command(out, "--opt", "soap", *FEW)
@@ -495,9 +497,10 @@ def test_evaluation_is_exact_on_any_number_of_processes(tmp_path, finished, n):
         logits = raw.eval()(data.eval_transform(images, 8)(images.val.images)).double()
     true = logits.gather(1, images.val.labels[:, None])
     place = (logits > true).sum(1)                          # how many classes come before the right one
-    codes, outputs = launch_ranks(n, evaluate_to_file, finished, tmp_path / "result.json", folder=tmp_path)
+    file = tmp_path / "result.json"
+    codes, outputs = launch_ranks(n, evaluate_to_file, finished, file, folder=tmp_path)
     assert codes == [0] * n, outputs
-    loss, top1, top5 = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    loss, top1, top5 = json.loads(file.read_text(encoding="utf-8"))
     assert top1 == 100 * (place < 1).sum().item() / 355
     assert top5 == 100 * (place < 5).sum().item() / 355
     assert loss == pytest.approx((logits.logsumexp(1) - true[:, 0]).mean().item(), rel=1e-5)
@@ -580,7 +583,7 @@ def test_what_a_run_leaves(finished):
 
 
 def test_the_record_holds_what_applied(tmp_path):
-    """The constants of --init auto, not the preset's; no setting of another optimizer; no unused init."""
+    """The constants of --init auto, not the preset's; nothing of other optimizers or inits."""
     argv = ["--threads", "1", "--skipless", "--opt", "soap", "--epochs", ".01", "--out", str(tmp_path)]
     train_vit.main(argv)
     args = load(tmp_path)["args"]
@@ -602,29 +605,30 @@ def test_first_lines_say_what_runs(tmp_path, capsys):
     printed = capsys.readouterr().out
     head = printed[:printed.index("step      2")]
     for words in (torch.__version__, "asked for by --device", "torch.float32", "1442 training",
-                  "355 validation", "221,184 parameters", "(288, 96): both sides", "2 steps, 22 per epoch",
-                  "64 over 1 process(es) x 4 micro-step(s)", "skipless", "c 3"):
+                  "355 validation", "221,184 parameters", "(288, 96): both sides",
+                  "2 steps, 22 per epoch", "64 over 1 process(es) x 4 micro-step(s)", "skipless", "c 3"):
         assert words in head, words
     assert head.count("\n") < 18 and re.search(r"\d:\d\d:\d\d left", printed)
     assert re.fullmatch(r"val top-1 \d+\.\d %", printed.splitlines()[-1])
 
 
 def test_evaluation_without_training(finished, tmp_path, capsys):
-    """--eval: the averaged net's figures, of its own data or other, with nothing written."""
-    before = contents(finished)
-    train_vit.main(["--eval", str(finished), "--threads", "1"])
-    row = rows(finished)[-1]
-    figures = f"val loss {row['val_loss']:.4f}, top-1 {row['val_top1']:.1f} %, top-5 {row['val_top5']:.1f} %"
-    assert capsys.readouterr().out == f"{finished}, step 22: {figures}\n"
-    train_vit.main(["--eval", str(finished / "ckpt.pt"), "--data", "mnist5k"])
+    """The averaged net's figures, of its own data or other, with nothing written."""
+    def only(path, *flags):
+        return ["--threads", "1", "--set", f"eval_only={path}", *flags]
+    before, row = contents(finished), rows(finished)[-1]
+    train_vit.main(only(finished))
+    said = capsys.readouterr().out
+    assert said.startswith(f"{finished}, step 22: val loss {row['val_loss']:.4f}, ")
+    assert said.endswith(f"top-1 {row['val_top1']:.1f} %, top-5 {row['val_top5']:.1f} %\n")
+    train_vit.main(only(finished / "ckpt.pt", "--data", "mnist5k"))
     assert "val loss" in capsys.readouterr().out and contents(finished) == before
-    said = sentence(capsys, ["--eval", finished, "--data", "emoji"])
-    assert "7 classes" in said and "10, 1" in said
-    assert "--eval" in sentence(capsys, ["--eval", tmp_path])
+    assert "classes 7" in sentence(capsys, only(finished, "--data", "emoji"))
+    assert "--set eval_only" in sentence(capsys, only(tmp_path))
 
 
 def test_a_locale_without_utf_8(tmp_path):
-    """Where the default encoding is ASCII: nothing dies, all texts are UTF-8, the folder has its name."""
+    """Where the default encoding is ASCII: nothing dies, and all texts are UTF-8."""
     env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
     ran = run_script(*command(tmp_path / "années", "--epochs", ".05"), env=env)
     assert ran.returncode == 0, ran.stderr
@@ -661,8 +665,9 @@ def picture(path, content=None):
     (["--set", "patch_size=3"], ["image size", "8", "patch size 3"]),
     (["--batch-size", "2000"], ["--batch-size 2000", "1442"]),
     (["--shortcut", "decayed", "--alpha-min", "0", "--set", "drop_path=0.1"], ["drop path"]),
-    (["--learning-rate", "1"], ["--learning-rate"]), (["--lr", "nan"], ["--lr"]), (["--lr", "0"], ["--lr"]),
-    (["--epochs", "0"], ["--epochs"]), (["--depth", "0"], ["--depth"]), (["--seed", "9" * 30], ["--seed"]),
+    (["--learning-rate", "1"], ["--learning-rate"]), (["--lr", "nan"], ["--lr"]),
+    (["--lr", "0"], ["--lr"]), (["--epochs", "0"], ["--epochs"]), (["--depth", "0"], ["--depth"]),
+    (["--seed", "9" * 30], ["--seed"]),
     (["--data", "nowhere/at/all"], ["--data", "nowhere/at/all"]), (["--data", ""], ["data"]),
     (["--device", "tpu"], ["--device tpu"]), (["--temperature-beta", "1e-300"], ["--temperature-beta"]),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "")
@@ -688,7 +693,7 @@ def test_paper_preset_asks_for_data(tmp_path, capsys):
 
 def test_wandb_without_the_package(tmp_path, capsys, monkeypatch):
     """An optional package that is missing is found out before anything is written."""
-    monkeypatch.setitem(sys.modules, "wandb", None)         # makes the import fail even where it is there
+    monkeypatch.setitem(sys.modules, "wandb", None)         # makes the import fail anywhere
     said = sentence(capsys, command(tmp_path / "out", "--wandb", "project"))
     assert "--wandb" in said and "pip install wandb" in said and not (tmp_path / "out").exists()
 
@@ -718,7 +723,8 @@ def folder(root, train=("a", "b"), val=("a", "b")):
 def test_bad_folder(tmp_path, capsys, make, words):
     """Faults of an image folder are found before anything is written, and named."""
     make(tmp_path / "photos")
-    said = sentence(capsys, command(tmp_path / "out", "--data", tmp_path / "photos", "--batch-size", "4"))
+    flags = ["--data", tmp_path / "photos", "--batch-size", "4"]
+    said = sentence(capsys, command(tmp_path / "out", *flags))
     assert all(w in said for w in words), said
     assert not (tmp_path / "out").exists()
 
@@ -741,8 +747,10 @@ def test_unreadable_image(tmp_path, capsys, split, workers, content):
 
 @pytest.mark.parametrize("flags, words", [
     (["--depth", "3"], ["depth=2", "depth=3"]), (["--opt", "soap"], ["opt=adamw", "opt=soap"]),
-    (["--seed", "1"], ["seed=0", "seed=1"]), (["--set", "patch_size=2"], ["patch_size=4", "patch_size=2"]),
-    (["--init", "paper"], ["init=default", "init=paper"]), (["--size", "tiny"], ["size=nano", "size=tiny"]),
+    (["--seed", "1"], ["seed=0", "seed=1"]),
+    (["--set", "patch_size=2"], ["patch_size=4", "patch_size=2"]),
+    (["--init", "paper"], ["init=default", "init=paper"]),
+    (["--size", "tiny"], ["size=nano", "size=tiny"]),
     (["--skipless", "--init", "default"], ["shortcut=residual", "shortcut=skipless"]),
     (["--weight-decay", ".5"], ["weight_decay=0.05", "weight_decay=0.5"]),
     (["--batch-size", "32"], ["batch_size=64", "batch_size=32"]),
@@ -768,7 +776,7 @@ def test_corrupted_checkpoint(copied, capsys):
 
 @pytest.mark.parametrize("n, opt", [(1, "soap"), (2, "adamw")])
 def test_divergence_stops_all_processes(tmp_path, n, opt):
-    """An lr of 1e30: exit code 2 and a sentence with step, lr and gradient norm; what was saved is finite."""
+    """An lr of 1e30: code 2 and a sentence with step, lr and gradient norm; what was saved is finite."""
     flags = ["--opt", opt, "--lr", "1e30", "--warmup", "0", "--save-every", "1"]
     argv = command(tmp_path / "run", *flags)
     codes, outputs = launch_ranks(n, script, argv, folder=tmp_path, timeout=60)
@@ -933,9 +941,9 @@ def test_a_supervised_encoder_too(finished, tmp_path):
 
 @pytest.mark.parametrize("pool", ["token", "mean"])
 def test_a_self_distilled_encoder_too(tmp_path, pool):
-    """From a checkpoint of train_dino.py: the teacher's backbone with its final norm, not the student's."""
-    args = train_dino.get_args(["--data", "digits8x8", "--depth", "2", "--skipless", "--set", "img_size=8",
-                                "patch_size=4", "local_size=4", f"pool={pool}"])
+    """From a checkpoint of train_dino.py: the teacher's backbone and its final norm."""
+    args = train_dino.get_args(["--data", "digits8x8", "--depth", "2", "--skipless", "--set",
+                                "img_size=8", "patch_size=4", "local_size=4", f"pool={pool}"])
     images = data.load_images("digits8x8")
     student, teacher, backbone, head, _ = train_dino.build_model(args, images)
     with torch.no_grad():
@@ -951,16 +959,16 @@ def test_a_self_distilled_encoder_too(tmp_path, pool):
     assert (found.shortcut, found.img_size, found.data) == ("skipless", 8, "digits8x8")
 
 
-FINETUNE = ["--threads", "1", "--device", "cpu", "--batch-size", "64", "--epochs", ".4", "--warmup", ".2",
-            "--save-every", "3", "--set", "log_every=1"]
+FINETUNE = ["--threads", "1", "--device", "cpu", "--batch-size", "64", "--epochs", ".4", "--warmup",
+            ".2", "--save-every", "3", "--set", "log_every=1"]
 
 
 @pytest.mark.parametrize("opt", ["adamw", "soap"])
 def test_a_fine_tuning_run_resumes_exactly_without_the_pretrained_file(tmp_path, opt, capsys):
     """Cut off and started again after the pretrained checkpoint is gone: the run in one piece."""
     path, _ = pretrained(tmp_path / "mae", "--set", "alphas=learned")
-    flags = [*FINETUNE, "layer_decay=0.5", "pool=mean", "drop_path=0.2", "--finetune", path, "--opt", opt,
-             "--ema", ".8", "--lr", "1e-3"]
+    flags = [*FINETUNE, "layer_decay=0.5", "pool=mean", "drop_path=0.2", "--finetune", path, "--opt",
+             opt, "--ema", ".8", "--lr", "1e-3"]
 
     def argv(out):
         return [str(a) for a in [*flags, "--out", tmp_path / out]]
@@ -999,8 +1007,8 @@ def test_the_finetune_preset(tmp_path, capsys):
         return train_vit.get_args(["--preset", "finetune", "--finetune", str(tmp_path / name), *more])
     args = get("decayed")
     recipe = dict(lr=2e-3, layer_decay=.65, weight_decay=.05, drop_path=.1, epochs=100, batch_size=1024,
-                  warmup=5, mixup=.8, cutmix=1, label_smoothing=.1, augment="strong", pool="mean", clip=0,
-                  shortcut="decayed", alpha_min=.6, out="out/vit-finetune-decayed-adamw-seed0")
+                  warmup=5, mixup=.8, cutmix=1, label_smoothing=.1, augment="strong", pool="mean",
+                  clip=0, shortcut="decayed", alpha_min=.6, out="out/vit-finetune-decayed-adamw-seed0")
     assert {key: getattr(args, key) for key in recipe} == recipe
     skipless = get("skipless", "--data", "mnist5k", "--set", "layer_decay=0.9")
     assert (skipless.shortcut, skipless.drop_path, skipless.lr) == ("skipless", 0, 1e-3)
