@@ -19,6 +19,7 @@ they print, and judges.
         four-bit         14  beyond: 4-bit weights, coarse and fine scales, GPTQ
         lm-gap           26  beyond: what moves the skipless language model's loss
         orthogonal       13  beyond: weights kept orthogonal through training, language model
+        orthogonal-vit    7  beyond: the same for the ViT
         augmented        15  beyond: Table 1's best cells with crops
         depth 10, targets 9, tiny 8    beyond: the rule that chooses the constants
     python -m tools.reproduce claims         no run: the verdicts anew, from what is recorded
