@@ -85,7 +85,7 @@ def is_fixed_at(weight, value):
 
 
 def effective_alpha(alphas):
-    """The product of all shortcut weights: the share of the embedding in the last block's output."""
+    """The product of all shortcut weights: the factor with which the embedding reaches the last block."""
     weights = [split_weight(weight)[0] for pair in alphas for weight in pair]
     return float(math.prod(a.item() if torch.is_tensor(a) else a for a in weights))
 

@@ -995,7 +995,7 @@ CLAIMS = [
 ]
 
 
-# What `reproduce.py` alone runs, in minutes: seed 0 of a few cells, shorter, and the order that the
+# What `tools.reproduce` alone runs, in minutes: seed 0 of a few cells, shorter, and the order that the
 # papers give them. One seed cannot tell a difference from noise.
 def shortened(table, final, lrs):
     return dict(
